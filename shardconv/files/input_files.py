@@ -216,7 +216,7 @@ class InputFiles:
             self._files[number].read(buffer, offset)
 
     def view(self, number: int, offset: int, size: int) -> Bytes | None:
-        """The memory that holds a range of file ``number``, until the next read of this thread; None to read it.
+        """A view of the memory that holds a range of file ``number``, see :meth:`Reader.gather`; None to read it.
 
         Raises:
             SourceError: if the file cannot be read.

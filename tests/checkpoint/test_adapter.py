@@ -8,6 +8,8 @@ import json
 import math
 import shlex
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
@@ -679,3 +681,24 @@ def test_merge_refuses_a_replaced_table_that_may_be_tied(made, tmp_path):
     adapter = write_adapter(tmp_path / "a", source, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
     with pytest.raises(PlanError, match="may be tied to the head"):
         shardconv.split(source, tmp_path / "split", tp=2, adapters=[adapter], merge_adapter=True)
+
+
+def test_a_matrix_is_kept_while_another_thread_reads_one():
+    """Reads wait for buffers of other threads, which must not wait for the thread that reads."""
+    matrices, is_reading, may_end = merge_adapter.MatrixCache(), threading.Event(), threading.Event()
+
+    def read(name: str, _offset: int, data: memoryview) -> None:
+        if name == "slow":
+            is_reading.set()
+            assert may_end.wait(60)
+        data[:] = bytes(len(data))
+
+    slow, fast = (merge_adapter.StoredMatrix(name, "F32", (2, 2)) for name in ("slow", "fast"))
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(matrices.get, slow, read)
+        assert is_reading.wait(60)
+        try:
+            assert pool.submit(matrices.get, fast, read).result(60).shape == (2, 2)
+        finally:
+            may_end.set()
+        assert first.result(60) is matrices.get(slow, read)

@@ -72,12 +72,12 @@ def test_pad_and_unpad(made, s3, tmp_path):
 def test_pipelines(s3, tmp_path):
     """They are read from a URL and written to one, and their manifest is written last."""
     source = write_pipeline(tmp_path / "source")
-    copy_to_s3(source, "bucket", "pipeline")
-    report = shardconv.split("s3://bucket/pipeline", "s3://bucket/out/pipeline", tp=2)
+    copy_to_s3(source, "bucket", "source-pipeline")
+    report = shardconv.split("s3://bucket/source-pipeline", "s3://bucket/out/pipeline", tp=2)
     written = [path for method, path, query in s3.requests if method == "PUT" and "uploadId" not in query]
     assert written[-1].endswith("/out/pipeline/shardconv-pipeline.json")
     assert report.path == "s3://bucket/out/pipeline"
-    assert shardconv.verify("s3://bucket/out/pipeline", against="s3://bucket/pipeline").differences == ()
+    assert shardconv.verify("s3://bucket/out/pipeline", against="s3://bucket/source-pipeline").differences == ()
     shardconv.reshard("s3://bucket/out/pipeline", "s3://bucket/out/pipeline4", tp=4)
     shardconv.merge("s3://bucket/out/pipeline4", "s3://bucket/out/merged")
     assert s3.objects("out/merged/") == contents(source)

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -88,8 +88,10 @@ class MatrixCache:
     def get(self, matrix: StoredMatrix, read: ReadTensor) -> Array:
         """Read a full matrix, unless it is kept."""
         with self._lock:
-            if (found := self._kept.pop(matrix.name, None)) is None:
-                found = matrix.read(read)
+            found = self._kept.pop(matrix.name, None)
+        if found is None:
+            found = matrix.read(read)  # without the lock: it may wait for buffers of a thread that waits for the lock
+        with self._lock:
             self._kept[matrix.name] = found
             while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > _KEPT_BYTES:
                 self._kept.popitem(last=False)
@@ -197,7 +199,6 @@ class LowRankUpdate(RowTransform):
     magnitude: StoredMatrix | None
     cache: MatrixCache
     _factor: list[Array] = field(default_factory=list)
-    _lock: Any = field(default_factory=Lock)
 
     def rows(self, read: ReadTensor, start: int, stop: int) -> Array:
         """See the base."""
@@ -220,13 +221,12 @@ class LowRankUpdate(RowTransform):
 
     def _column_factor(self, read: ReadTensor) -> Array:
         """The factors of the columns of a transposed weight, whose norms need all rows: the first block reads them."""
-        with self._lock:
-            if not self._factor:
-                assert self.magnitude is not None
-                squares = np.zeros(self.stored.shape[1], np.float32)
-                for rows in self._row_blocks():
-                    squares += np.square(self._sums(read, *rows)).sum(0)
-                self._factor.append(self._ratio(self.magnitude.read(read), squares))
+        if not self._factor:  # without a lock: reads may wait for buffers of a thread that waits for it
+            assert self.magnitude is not None
+            squares = np.zeros(self.stored.shape[1], np.float32)
+            for rows in self._row_blocks():
+                squares += np.square(self._sums(read, *rows)).sum(0)
+            self._factor.append(self._ratio(self.magnitude.read(read), squares))
         return self._factor[0]
 
     def _row_blocks(self) -> Iterator[tuple[int, int]]:

@@ -34,15 +34,16 @@ STRIPE_BYTES = 32 * 2**20
 #: Bytes of a block; it grows with the number of shards, so that single writes do not become small.
 BLOCK_BYTES = 2 * 2**20
 BLOCK_BYTES_PER_SHARD = 256 * 2**10
-#: Maximum bytes of the blocks of all threads together; and of blocks that are read from URLs: threads that receive data
+#: Maximum bytes of the blocks of all threads together; and the same if files are at URLs: threads that receive data
 #: wait for the interpreter's lock at each step of a block.
 _MAX_BLOCKS_BYTES, _REMOTE_BLOCKS_BYTES = 3 * 2**20, 16 * 2**20
 _MIN_BLOCK_BYTES = 64 * 2**10
-#: Maximum bytes of the parts of transposed tensors that all threads keep together, and minimum bytes of one: the bytes
-#: of a matrix may be read once for each of its parts.
-KEPT_BYTES, _MIN_KEPT_BYTES = 10 * 2**20, 5 * 2**20
-#: Maximum bytes of such a part that a thread keeps if files are at URLs, which are requested once for each part.
-REMOTE_KEPT_BYTES = 48 * 2**20
+#: Maximum bytes of the parts of transposed tensors that all threads keep together, and maximum number of threads that
+#: keep one at a time: the bytes of a matrix may be read once for each of its parts, so that these must not be short.
+KEPT_BYTES, _NUM_KEPT = 10 * 2**20, 2
+#: Maximum bytes of such a part that one thread keeps if files are at URLs, where each part is a request of its own, and
+#: the maximum number of these threads.
+REMOTE_KEPT_BYTES, _NUM_REMOTE_KEPT = 48 * 2**20, 4
 #: Maximum number of threads: more of them would not have room for their blocks.
 _MAX_WORKERS = _MAX_BLOCKS_BYTES // _MIN_BLOCK_BYTES
 #: Default of the number of threads, with many processors.
@@ -235,17 +236,19 @@ def default_threads(processes: int = 1) -> int:
 class Scratch:
     """Reusable buffers of one thread.
 
-    They begin with a page. An allocator's begin 16 bytes behind it, and some processors (Zen 3) copy at a third of
-    their speed to an address that is 1 to 31 bytes behind the source's, modulo 4096, such as from the start of a file.
-
     Args:
         block_bytes: maximum bytes of a block.
         kept_bytes: maximum bytes of a part of a tensor that is kept for the next blocks.
         shared: the buffers for such parts that threads share; None for own ones.
+        names: of the nested objects that lead to this one.
     """
 
     def __init__(
-        self, block_bytes: int, kept_bytes: int = KEPT_BYTES, shared: "_SharedParts | None" = None, *names: str
+        self,
+        block_bytes: int,
+        kept_bytes: int = KEPT_BYTES,
+        shared: "_SharedParts | None" = None,
+        names: tuple[str, ...] = (),
     ) -> None:
         self.block_bytes, self.kept_bytes = block_bytes, kept_bytes
         self._shared, self._names = shared, names
@@ -256,7 +259,7 @@ class Scratch:
     def nested(self, name: str) -> "Scratch":
         """Separate buffers for functions that are called while buffers of this object are in use."""
         if name not in self._nested:
-            self._nested[name] = Scratch(self.block_bytes, self.kept_bytes, self._shared, *self._names, name)
+            self._nested[name] = Scratch(self.block_bytes, self.kept_bytes, self._shared, (*self._names, name))
         return self._nested[name]
 
     def parts(self) -> "Scratch":
@@ -264,7 +267,7 @@ class Scratch:
         return self if self._shared is None else reduce(Scratch.nested, self._names, self._shared.take())
 
     def give_back(self) -> None:
-        """Let other threads have the buffers for parts of tensors, if this thread has some of those that are shared."""
+        """Return the shared buffers for parts of tensors, if this thread has some."""
         if self._shared is not None:
             self._shared.give_back()
 
@@ -281,25 +284,43 @@ class Scratch:
         """An uninitialized buffer of ``size`` bytes; invalidates the previous buffer of the same name."""
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < size:
-            buffer = self._buffers[name] = memoryview(mmap.mmap(-1, size) if size > mmap.PAGESIZE else bytearray(size))
+            buffer = self._buffers[name] = _new_buffer(size)
         return buffer[:size]
 
 
+def _new_buffer(size: int) -> Bytes:
+    """Zeros; more than a page of them are page-aligned.
+
+    The allocator's large buffers begin 16 bytes behind a page. Some processors (Zen 3) copy at a third of their speed
+    to an address that is 1 to 31 bytes behind the source's, modulo 4096, such as from the start of a file.
+    """
+    if size <= mmap.PAGESIZE:
+        return memoryview(bytearray(size))
+    try:
+        return memoryview(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    except OSError as error:
+        raise MemoryError(f"a buffer of {size} bytes cannot be allocated") from error
+
+
 class _SharedParts:
-    """Buffers for parts of tensors, of those that all threads share: a thread has them until its stripe is copied."""
+    """The buffers for parts of tensors of one thread, from those that all threads share.
+
+    The thread takes them for its first part, and returns them after its stripe. It must not hold a lock that another
+    thread may need before it returns its own.
+    """
 
     def __init__(self, shared: "SimpleQueue[Scratch]") -> None:
         self._shared = shared
         self._taken: Scratch | None = None
 
     def take(self) -> Scratch:
-        """The buffers; waits until another thread gives some back."""
+        """The buffers; waits until another thread returns some."""
         if self._taken is None:
             self._taken = self._shared.get()
         return self._taken
 
     def give_back(self) -> None:
-        """Give the buffers back, if the thread has some."""
+        """Return the buffers, if the thread has some."""
         if self._taken is not None:
             self._shared.put(self._taken)
             self._taken = None
@@ -356,7 +377,8 @@ class Reader(Side, Protocol):
         """Read the bytes of a span.
 
         Returns:
-            The block with the bytes, or memory that holds them until the next read of this thread.
+            The block, filled with the bytes, or a view of memory that holds them, which must not be written to. The
+            memory is free for other reads when the view is deleted, and at the next read of this thread.
         """
 
 
@@ -420,10 +442,10 @@ class CopyJob:
         is_remote = any(side.is_remote for side in self._sides)
         max_bytes = _REMOTE_BLOCKS_BYTES if is_remote else _MAX_BLOCKS_BYTES
         block_bytes = max(max_bytes // max(workers, 1), _MIN_BLOCK_BYTES)
-        shares = workers if is_remote else min(workers, KEPT_BYTES // _MIN_KEPT_BYTES)
-        kept_bytes = REMOTE_KEPT_BYTES if is_remote else KEPT_BYTES // max(shares, 1)
+        num_kept = min(workers, _NUM_REMOTE_KEPT if is_remote else _NUM_KEPT)
+        kept_bytes = REMOTE_KEPT_BYTES if is_remote else KEPT_BYTES // max(num_kept, 1)
         parts = SimpleQueue[Scratch]()
-        for _ in range(shares):
+        for _ in range(num_kept):
             parts.put(Scratch(block_bytes, kept_bytes))
         self._numbers = iter(range(count)) if self._in_order else spread(count, threads)
         with ThreadPoolExecutor(threads, thread_name_prefix="shardconv") as pool:

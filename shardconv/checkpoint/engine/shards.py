@@ -78,26 +78,28 @@ class ShardReader:
         """Read the bytes of a span; check replicas, padding, and values that follow from a grid.
 
         Returns:
-            The block with the bytes, or memory that holds them until the next read of this thread.
+            As :meth:`Reader.gather`.
         """
         shards = self.tensors[span.tensor]
         if shards.edits is not None and (not shards.files or shards.geometry.columns is not None):
             engine.arrays.fill_expected(block, shards.edits, span.start)  # bytes that no shard holds are as expected
-        for rank, shard, low, high in shards.geometry.overlaps(span.start, span.stop):
+        overlaps = shards.geometry.overlaps(span.start, span.stop)
+        for rank, shard, low, high in overlaps:
             file, ranges = shards.files[rank], shards.ranges(rank, low, high)
             boxes = shard.boxes(span.start, span.stop)
             is_copied = shards.is_edited or any(box.is_replica for box in boxes)
             data = None if is_copied else _contiguous(boxes, high - low, block)
             if data is not None:
-                is_whole = len(data) == len(block) and shards.edits is None
+                is_whole = len(overlaps) == 1 and len(data) == len(block) and shards.edits is None
                 read = self._read(state, file, data, ranges, may_view=is_whole)
                 block = read if is_whole else block
                 continue
-            may_view = not (shards.is_edited or shard.is_padded)  # data of others is changed
+            may_view = not (shards.is_edited or shard.is_padded)  # both write to the data
             data = self._read(state, file, scratch.take("gather", high - low), ranges, may_view=may_view)
             if shards.edits is not None and shards.is_edited:
                 _edit(data, shards.edits, rank, low, sign=1)
             self._copy_boxes(state, span, file, data, block, boxes, is_padded=shard.is_padded)
+            del data  # the memory of a view is free for the next read
         if shards.edits is not None:
             state.problem = state.problem or engine.arrays.unexpected(block, shards.edits, span.start)
         return block
@@ -284,6 +286,7 @@ class Comparer:
                 buffer, nested = scratch.take("compare", part.stop - part.start), scratch.nested("compare")
                 other = self._reader.gather(state, common, buffer, nested)
                 self._compare(state, part, block[part.start - span.start : part.stop - span.start], other, scratch)
+                del other  # the memory of a view is free for the next read
 
     def _common(self, spans: Iterable[Span]) -> Iterator[Span]:
         """Yield the spans of the other reader."""

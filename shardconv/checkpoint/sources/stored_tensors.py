@@ -7,7 +7,16 @@ from itertools import chain
 import xxhash
 
 from shardconv.checkpoint import engine
-from shardconv.checkpoint.engine.copy import Edits, Reader, Scratch, Shards, Span, Stripe, StripeState, fill
+from shardconv.checkpoint.engine.copy import (
+    Edits,
+    Reader,
+    Scratch,
+    Shards,
+    Span,
+    Stripe,
+    StripeState,
+    fill,
+)
 from shardconv.checkpoint.engine.geometry import Geometry, Run, ShardRows
 from shardconv.checkpoint.engine.layout import edits_of
 from shardconv.checkpoint.engine.shards import ShardReader
@@ -128,7 +137,7 @@ class _TransformedReader:
         """Read the bytes of a span.
 
         Returns:
-            The block with the bytes, or memory that holds them until the next read of this thread.
+            As :meth:`Reader.gather`.
         """
         name = self._names[span.tensor]
         if not self._layer(len(self._layers), name):
@@ -226,7 +235,7 @@ def sample_checksum(source: Source) -> str:
 
 def checksum_of_tensors(reader: Reader, numbers: Iterable[int], state: StripeState, count: int = 1) -> str:
     """Compute the checksum of the values in the middle of each of ``count`` parts of these tensors of a reader."""
-    running, scratch = xxhash.xxh3_128(), Scratch(_NUM_BYTES, _NUM_BYTES)
+    running, scratch = xxhash.xxh3_128(), Scratch(_NUM_BYTES)
     spans = tuple(
         span for number in numbers for span in _middles(number, reader.tensors[number].geometry.num_bytes, count)
     )

@@ -122,15 +122,17 @@ class ReadAhead:
             buffer, offset = buffer[size:], offset + size
 
     def view(self, file: RemoteFile, offset: int, size: int) -> memoryview | None:
-        """The memory with a range, if it is in one request; it is freed with the last view after the next read.
+        """A view of the memory with a range, if one request has it; None otherwise.
 
-        Errors as in :meth:`RemoteFile.read`.
+        It counts as free from the next read on: delete the view before. Errors as in :meth:`RemoteFile.read`.
         """
         return self._fetched_bytes(file, offset, size, size)
 
     def _fetched_bytes(self, file: RemoteFile, offset: int, most: int, least: int = 1) -> memoryview | None:
-        """At most and at least so many bytes from a position on; None if they are not in one request."""
+        """``least`` to ``most`` bytes from a position on; None if no request has them."""
         self._free_read()
+        if not self._ahead.chunks:  # other threads had all memory before
+            self._fill()
         chunk = self._find(file, offset)
         if chunk is None or chunk.range.stop < offset + least:
             return None
@@ -206,7 +208,7 @@ class ReadAhead:
                 BUDGET.give(size)
 
     def _fill(self) -> None:
-        """Fetch announced ranges while the thread has fewer than its share of bytes, and memory is available."""
+        """Fetch announced ranges while memory is available, and this thread has not as much as others may have."""
         ahead, most = self._ahead, MAX_BYTES // max(self._num_threads, 1)
         while ahead.announced and ahead.has_room(most) and not self._is_cancelled:
             first = ahead.announced[0]
