@@ -208,7 +208,7 @@ class ReadAhead:
                 BUDGET.give(size)
 
     def _fill(self) -> None:
-        """Fetch announced ranges while memory is available, and this thread has not as much as others may have."""
+        """Fetch announced ranges while memory is available, and this thread has less than others may have."""
         ahead, most = self._ahead, MAX_BYTES // max(self._num_threads, 1)
         while ahead.announced and ahead.has_room(most) and not self._is_cancelled:
             first = ahead.announced[0]
