@@ -88,11 +88,12 @@ class MatrixCache:
     def get(self, matrix: StoredMatrix, read: ReadTensor) -> Array:
         """Read a full matrix, unless it is kept."""
         with self._lock:
-            found = self._kept.pop(matrix.name, None)
+            found = self._kept.get(matrix.name)
         if found is None:
             found = matrix.read(read)  # without the lock: it may wait for buffers of a thread that waits for the lock
         with self._lock:
             self._kept[matrix.name] = found
+            self._kept.move_to_end(matrix.name)
             while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > _KEPT_BYTES:
                 self._kept.popitem(last=False)
             return found

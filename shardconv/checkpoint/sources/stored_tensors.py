@@ -7,16 +7,7 @@ from itertools import chain
 import xxhash
 
 from shardconv.checkpoint import engine
-from shardconv.checkpoint.engine.copy import (
-    Edits,
-    Reader,
-    Scratch,
-    Shards,
-    Span,
-    Stripe,
-    StripeState,
-    fill,
-)
+from shardconv.checkpoint.engine.copy import Edits, Reader, Scratch, Shards, Span, Stripe, StripeState, fill
 from shardconv.checkpoint.engine.geometry import Geometry, Run, ShardRows
 from shardconv.checkpoint.engine.layout import edits_of
 from shardconv.checkpoint.engine.shards import ShardReader

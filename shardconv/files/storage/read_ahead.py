@@ -81,7 +81,7 @@ class _Ahead(threading.local):
         self.number = 0
 
     def has_room(self, most: int) -> bool:
-        """Whether requests of less than ``most`` bytes are under way, and not too many."""
+        """Whether fewer than :data:`_MAX_CHUNKS` requests are under way, of less than ``most`` bytes together."""
         sizes = [chunk.range.stop - chunk.range.start for chunk in self.chunks]
         return len(sizes) < _MAX_CHUNKS and sum(sizes) < most
 
@@ -208,7 +208,7 @@ class ReadAhead:
                 BUDGET.give(size)
 
     def _fill(self) -> None:
-        """Fetch announced ranges while memory is available, and this thread has less than others may have."""
+        """Fetch announced ranges while memory is available, and this thread uses less than an equal part of it."""
         ahead, most = self._ahead, MAX_BYTES // max(self._num_threads, 1)
         while ahead.announced and ahead.has_room(most) and not self._is_cancelled:
             first = ahead.announced[0]
