@@ -15,6 +15,7 @@ from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split
 from shardconv.checkpoint.split.rank_reader import RankReader
 from shardconv.engines.rank_tensor import HeldShard, RankTensor, positions_of
+from shardconv.plan.placement import Interval
 from shardconv.plan.stages import StageChoice
 from shardconv.runtime.rank_tensors import DTYPES, as_tensor
 from shardconv.runtime.ranks import check_config
@@ -176,7 +177,13 @@ def rank_weights(source: RankSource, *, dry_run: bool = False) -> Iterator[tuple
 
 
 def _read(reader: RankReader, name: str) -> Tensor:
-    return as_tensor(name, reader.tensors[name].dtype, reader.shard_shape(name), reader.read(name))
+    """Return the rank's shard: a slice of the full tensor where that is mapped, so that only the engine copies it."""
+    spec, placement = reader.tensors[name], reader.plan.placement(name)
+    match placement.dim, placement.ranks[reader.rank]:
+        case int(dim), (Interval() as held,) if (full := reader.read_full(name)) is not None:
+            return as_tensor(name, spec.dtype, spec.shape, full).narrow(dim, held.start, held.size)
+        case _:
+            return as_tensor(name, spec.dtype, reader.shard_shape(name), reader.read(name))
 
 
 def _zeros(reader: RankReader, name: str) -> Tensor:

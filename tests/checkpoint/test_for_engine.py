@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import shardconv
 from shardconv.checkpoint.sources.opening import open_source
@@ -179,6 +179,26 @@ def test_source_that_cannot_be_mapped_is_read_in_blocks(monkeypatch, tmp_path):
             assert bytes(reader.read(name)) == bits(take_shard(tensor, plan.placement(name), rank)).numpy().tobytes(), (
                 name
             )
+
+
+def test_weights_of_a_source_are_slices_of_its_mapped_files(tmp_path):
+    """Only the engine copies them."""
+    source = write_checkpoint(tmp_path / "source", config=llama_config(vocab=132))
+    full = load_file(source / "model.safetensors")
+    save_file(full, source / "model.safetensors")  # aligned to elements
+    plan = make_plan(source, tp=2)
+    for rank in range(2):
+        reader = RankSourceReader(open_source(source), plan, rank)
+        for name, weight in rank_weights(RankSource(reader, "")):
+            placement = plan.placement(name)
+            if placement.dim is None:
+                assert torch.equal(bits(weight), bits(full[name]))
+                continue
+            ((held, _),) = placement.local_intervals(rank)
+            found, expected = (one.narrow(placement.dim, held.start, held.size) for one in (weight, full[name]))
+            shard = found.read()
+            assert torch.equal(bits(shard), bits(expected))
+            assert shard.untyped_storage().nbytes() == full[name].nbytes
 
 
 RANK_FILE = "rank-1-of-2.safetensors"

@@ -91,6 +91,14 @@ class RankReader(ABC):
             SourceError: if a file is too short, was modified since it was opened, or cannot be read.
         """
 
+    def read_full(self, name: str) -> Bytes | None:  # noqa: ARG002 - of a source only
+        """The bytes of the full tensor as a view of a mapped file, of which no page is read; None if there is none.
+
+        Raises:
+            SourceError: as :meth:`read`.
+        """
+        return None
+
     def read_local(self, name: str) -> Bytes:
         """The bytes of the rank's shard as the rank computes with them: its groups are counted from 0.
 
@@ -278,23 +286,30 @@ class RankSourceReader(RankReader):
         for start, stop in [(0, size)] if full.edits is not None else own.held(0, size):
             yield Span(number, start, stop)
 
-    def read(self, name: str) -> Bytes:
+    def read_full(self, name: str) -> Bytes | None:
         """See :class:`RankReader`."""
+        spec, full, shard = self._find(name)
+        return None if _is_misaligned(full, spec) else self._mapped(full, shard)
+
+    def _find(self, name: str) -> tuple[TensorSpec, Shards, ShardRows]:
+        """A tensor, its place in files that are unchanged, and the rank's shard."""
         spec, full = self.tensors[name], self._reader.tensors[self._number[name]]
         for file in set(full.files):
             self._files.check_unchanged(file)
+        return spec, full, geometry(self.plan.placement(name), spec.dtype, spec.shape).shards[self.rank]
+
+    def read(self, name: str) -> Bytes:
+        """See :class:`RankReader`."""
+        spec, full, shard = self._find(name)
         size = full.geometry.num_bytes
-        shard = geometry(self.plan.placement(name), spec.dtype, spec.shape).shards[self.rank]
         if not size:
             return memoryview(bytearray())
+        if (mapped := self._mapped(full, shard)) is not None:
+            return _take_shard(mapped, shard, is_copied=_is_misaligned(full, spec))
         if full.edits is not None:
             whole = memoryview(bytearray(size))
             self._fill(name, whole, 0)  # compares all values with the grid's
             return _take_shard(whole, shard)
-        if (mapped := self._mapped(full)) is not None:
-            self._prefetch(full, shard)
-            self.num_bytes_read += sum(run.size for run in shard.runs) * (size // shard.full_width)
-            return _take_shard(mapped, shard, is_copied=_is_misaligned(full, spec))
         data, block = memoryview(bytearray(shard.local(size))), memoryview(bytearray(min(_BLOCK_BYTES, size)))
         for span in self._spans(name):
             for start in range(span.start, span.stop, len(block)):
@@ -307,12 +322,18 @@ class RankSourceReader(RankReader):
                     engine.arrays.scatter(block, boxes, local, is_padded=False)
         return data
 
-    def _mapped(self, full: Shards) -> Bytes | None:
-        """A full tensor as a view of the file that stores it; None if it is not one range of a mapped file."""
-        if len(full.files) != 1 or full.geometry != unsharded(full.geometry.num_bytes):
+    def _mapped(self, full: Shards, shard: ShardRows) -> Bytes | None:
+        """A full tensor as a view of the file that stores it, of which the shard is read ahead.
+
+        None if it is not one range of a mapped file, or its values have to be compared with a grid.
+        """
+        size, is_one = full.geometry.num_bytes, len(full.files) == 1 and full.edits is None
+        mapping = self._mapping(full.files[0]) if is_one and full.geometry == unsharded(size) else None
+        if mapping is None or not size:
             return None
-        mapping, start = self._mapping(full.files[0]), full.offsets[0]
-        return None if mapping is None else mapping[start : start + full.geometry.num_bytes]
+        self._prefetch(full, shard)
+        self.num_bytes_read += sum(run.size for run in shard.runs) * (size // shard.full_width)
+        return mapping[full.offsets[0] : full.offsets[0] + size]
 
     def _mapping(self, file: int) -> Bytes | None:
         """A file as it is mapped into memory; None if it cannot be mapped."""
@@ -322,8 +343,7 @@ class RankSourceReader(RankReader):
 
     def _prefetch(self, full: Shards, shard: ShardRows) -> None:
         """Ask the operating system to read ahead the range of the file that has the shard."""
-        boxes = shard.boxes(0, full.geometry.num_bytes)
-        if boxes:
+        if boxes := shard.boxes(0, full.geometry.num_bytes):
             first = min(box.full + box.offset for box in boxes)
             last = max(box.full + box.offset + (box.rows - 1) * box.full_width + box.size for box in boxes)
             self._files.prefetch([(full.files[0], full.offsets[0] + first, last - first)])
