@@ -148,6 +148,7 @@ def rank_weights(source: RankSource, *, dry_run: bool = False) -> Iterator[tuple
     """Yield name and tensor of a checkpoint: a rank tensor of the full shape where it is sharded, else the full tensor.
 
     Only the current tensor, and tensors that the caller keeps, are in memory. Rank tensors can also be read later.
+    Those of a source may be views of its mapped files: copy them before the end, where changes of files are noticed.
 
     Args:
         source: result of :func:`open_for_engine`.
@@ -180,7 +181,7 @@ def _read(reader: RankReader, name: str) -> Tensor:
     """Return the rank's shard: a slice of the full tensor where that is mapped, so that only the engine copies it."""
     spec, placement = reader.tensors[name], reader.plan.placement(name)
     match placement.dim, placement.ranks[reader.rank]:
-        case int(dim), (Interval() as held,) if (full := reader.read_full(name)) is not None:
+        case int(dim), (Interval() as held,) if (full := reader.map_full(name)) is not None:
             return as_tensor(name, spec.dtype, spec.shape, full).narrow(dim, held.start, held.size)
         case _:
             return as_tensor(name, spec.dtype, reader.shard_shape(name), reader.read(name))

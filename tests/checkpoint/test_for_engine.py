@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -181,12 +182,40 @@ def test_source_that_cannot_be_mapped_is_read_in_blocks(monkeypatch, tmp_path):
             )
 
 
-def test_weights_of_a_source_are_slices_of_its_mapped_files(tmp_path):
-    """Only the engine copies them."""
-    source = write_checkpoint(tmp_path / "source", config=llama_config(vocab=132))
-    full = load_file(source / "model.safetensors")
-    save_file(full, source / "model.safetensors")  # aligned to elements
-    plan = make_plan(source, tp=2)
+def as_torch_file(source):
+    """Matrices are stored transposed."""
+    found = load_file(source / "model.safetensors")
+    transposed = {name: one.t().contiguous().t() if one.dim() == 2 else one for name, one in found.items()}
+    torch.save(transposed, source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+
+
+def as_dcp(source):
+    found = load_file(source / "model.safetensors")
+    dcp.save(found, checkpoint_id=source, no_dist=True)
+    (source / "model.safetensors").unlink()
+
+
+def aligned(source):
+    save_file(load_file(source / "model.safetensors"), source / "model.safetensors")
+
+
+#: Changes of sources to whether their shards are slices of mapped files.
+SOURCES = {"aligned": (aligned, True), "misaligned": (lambda _: None, False), "torch": (as_torch_file, False),
+           "dcp": (as_dcp, False), "not mapped": (aligned, False)}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed.*")  # without a process group
+@pytest.mark.parametrize("engine", [None, "vllm"])
+@pytest.mark.parametrize("kind", SOURCES)
+def test_weights_of_a_source(kind, engine, monkeypatch, tmp_path):
+    """For vLLM, shards of embeddings have padding. Only slices of mapped files are not copied."""
+    source = write_checkpoint(tmp_path / "source")
+    full, (change, is_slice) = load_file(source / "model.safetensors"), SOURCES[kind]
+    change(source)
+    if kind == "not mapped":
+        monkeypatch.setattr(InputFiles, "map", lambda *_: None)
+    plan = make_plan(source, tp=2, engine=engine)
     for rank in range(2):
         reader = RankSourceReader(open_source(source), plan, rank)
         for name, weight in rank_weights(RankSource(reader, "")):
@@ -194,11 +223,15 @@ def test_weights_of_a_source_are_slices_of_its_mapped_files(tmp_path):
             if placement.dim is None:
                 assert torch.equal(bits(weight), bits(full[name]))
                 continue
-            ((held, _),) = placement.local_intervals(rank)
-            found, expected = (one.narrow(placement.dim, held.start, held.size) for one in (weight, full[name]))
-            shard = found.read()
-            assert torch.equal(bits(shard), bits(expected))
-            assert shard.untyped_storage().nbytes() == full[name].nbytes
+            held = [one for one, _ in placement.local_intervals(rank)]
+            for one in held:
+                found, expected = (of.narrow(placement.dim, one.start, one.size) for of in (weight, full[name]))
+                assert torch.equal(bits(found.read()), bits(expected)), name
+            mapped = reader.map_full(name)
+            assert (mapped is not None) == is_slice
+            if mapped is not None and len(placement.ranks[rank]) == len(held) == 1:
+                address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
+                assert found.read().untyped_storage().data_ptr() == address
 
 
 RANK_FILE = "rank-1-of-2.safetensors"
@@ -255,8 +288,12 @@ def test_kept_weight_is_read_behind_the_end_of_the_iterator(source):
 
 @pytest.mark.parametrize(
     "use",
-    [lambda reader: reader.finish(), lambda reader: reader.read("lm_head.weight")],
-    ids=["finish", "read"],
+    [
+        lambda reader: reader.finish(),
+        lambda reader: reader.read("lm_head.weight"),
+        lambda reader: reader.map_full("lm_head.weight"),
+    ],
+    ids=["finish", "read", "map_full"],
 )
 def test_source_that_changes_while_it_is_read_is_refused(tmp_path, use):
     source = write_checkpoint(tmp_path / "source")

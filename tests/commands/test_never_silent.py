@@ -1502,7 +1502,8 @@ def host_beside(split: Path) -> Path:
 def folders_of(case: Case, source: Path, place: Path) -> list[Path]:
     """The folders of the split checkpoint of a case."""
     split = split_of(case, source, place)
-    return [one for one in (split, host_beside(split)) if one.exists()]
+    host = host_beside(split)
+    return [split, host] if host.exists() else [split]
 
 
 def options_of(case: Case, source: Path) -> list[Any]:

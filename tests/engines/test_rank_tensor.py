@@ -18,12 +18,15 @@ from shardconv.plan.placement import Placement, Unit, shard_dim
 from shardconv.support.errors import NotHeldError
 
 
-def rank_tensor(full, placement, rank, reads=None):
-    """A rank tensor and the mask of the elements that it holds."""
+def rank_tensor(full, placement, rank, reads=None, *, is_slice=False):
+    """A rank tensor, whose shard is a slice if it can be, and the mask of the elements that it holds."""
 
     def read():
         if reads is not None:
             reads.append(rank)
+        held = [(held.start, held.size) for held, _ in placement.local_intervals(rank)]
+        if is_slice and len(placement.ranks[rank]) == len(held) == 1:
+            return full.narrow(placement.dim, *held[0])
         return take_shard(full, placement, rank).contiguous()
 
     shard = HeldShard("w", tuple(full.shape), placement.dim, positions_of(placement, rank), read, "split it again")
@@ -85,13 +88,13 @@ def apply(tensor, chain):
     return tensor
 
 
-@given(tensors(), st.lists(steps, max_size=5))
+@given(tensors(), st.lists(steps, max_size=5), st.booleans())
 @settings(max_examples=400)
-def test_views_equal_those_of_the_full_tensor_or_raise(made, chain):
+def test_views_equal_those_of_the_full_tensor_or_raise(made, chain, is_slice):
     """They may raise for held elements only if a view merges dims, or after ``cat``."""
     full, placement, rank = made
     reads = []
-    lazy, mask = rank_tensor(full, placement, rank, reads)
+    lazy, mask = rank_tensor(full, placement, rank, reads, is_slice=is_slice)
     expected = apply(full, chain)
     held = apply(mask.double(), [step for step in chain if step[0] not in {"negative", "plus"}]).bool()
     try:
@@ -132,6 +135,14 @@ def test_contiguous_interval_is_not_copied():
     assert held.data_ptr() == shard.data_ptr()
     assert torch.equal(held, full[:, 3:])
     assert shards == [1]
+
+
+@pytest.mark.parametrize("is_slice", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float64])
+def test_view_as_a_dtype_of_another_size(dtype, is_slice):
+    full = torch.arange(32.0).view(4, 8)
+    lazy, _ = rank_tensor(full, shard_dim(1, [Unit(8)], 2), 1, is_slice=is_slice)
+    assert torch.equal(lazy[:, 4:].view(dtype), full[:, 4:].view(dtype))
 
 
 def test_copy_into_a_parameter():

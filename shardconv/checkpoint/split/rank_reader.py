@@ -53,8 +53,8 @@ class RankReader(ABC):
     """A reader of the shards of one rank, for one thread.
 
     A context manager, which closes its files; they are also closed when it is garbage collected. Files are mapped into
-    memory: a shard that is one range of a file is a view of it, is not copied, and stays valid after that. Files must
-    not be modified while the shards are in use.
+    memory: a shard that is one range of a file is a view of it, is not copied, and stays valid after that, as does a
+    full tensor. Files must not be modified while these views are in use.
 
     Args:
         files: the open files.
@@ -91,8 +91,12 @@ class RankReader(ABC):
             SourceError: if a file is too short, was modified since it was opened, or cannot be read.
         """
 
-    def read_full(self, name: str) -> Bytes | None:  # noqa: ARG002 - of a source only
-        """The bytes of the full tensor as a view of a mapped file, of which no page is read; None if there is none.
+    def map_full(self, name: str) -> Bytes | None:  # noqa: ARG002 - for sources
+        """Map the full tensor, without a copy; the rank's shard is read ahead, and counted in ``num_bytes_read``.
+
+        Returns:
+            A view; None for a rank file, or if the tensor is empty, computed, misaligned, in several files, compared
+            with a grid, or in a file that cannot be mapped.
 
         Raises:
             SourceError: as :meth:`read`.
@@ -286,10 +290,14 @@ class RankSourceReader(RankReader):
         for start, stop in [(0, size)] if full.edits is not None else own.held(0, size):
             yield Span(number, start, stop)
 
-    def read_full(self, name: str) -> Bytes | None:
+    def map_full(self, name: str) -> Bytes | None:
         """See :class:`RankReader`."""
         spec, full, shard = self._find(name)
-        return None if _is_misaligned(full, spec) else self._mapped(full, shard)
+        mapped = self._mapped(full)
+        if mapped is None or _is_misaligned(full, spec):
+            return None
+        self._read_ahead(full, shard)
+        return mapped
 
     def _find(self, name: str) -> tuple[TensorSpec, Shards, ShardRows]:
         """A tensor, its place in files that are unchanged, and the rank's shard."""
@@ -304,7 +312,8 @@ class RankSourceReader(RankReader):
         size = full.geometry.num_bytes
         if not size:
             return memoryview(bytearray())
-        if (mapped := self._mapped(full, shard)) is not None:
+        if (mapped := self._mapped(full)) is not None:
+            self._read_ahead(full, shard)
             return _take_shard(mapped, shard, is_copied=_is_misaligned(full, spec))
         if full.edits is not None:
             whole = memoryview(bytearray(size))
@@ -322,18 +331,13 @@ class RankSourceReader(RankReader):
                     engine.arrays.scatter(block, boxes, local, is_padded=False)
         return data
 
-    def _mapped(self, full: Shards, shard: ShardRows) -> Bytes | None:
-        """A full tensor as a view of the file that stores it, of which the shard is read ahead.
-
-        None if it is not one range of a mapped file, or its values have to be compared with a grid.
-        """
-        size, is_one = full.geometry.num_bytes, len(full.files) == 1 and full.edits is None
-        mapping = self._mapping(full.files[0]) if is_one and full.geometry == unsharded(size) else None
-        if mapping is None or not size:
+    def _mapped(self, full: Shards) -> Bytes | None:
+        """A full tensor, aligned or not, as a view of the file that stores it; else None as :meth:`map_full`."""
+        size = full.geometry.num_bytes
+        if not size or len(full.files) != 1 or full.edits is not None or full.geometry != unsharded(size):
             return None
-        self._prefetch(full, shard)
-        self.num_bytes_read += sum(run.size for run in shard.runs) * (size // shard.full_width)
-        return mapping[full.offsets[0] : full.offsets[0] + size]
+        mapping, start = self._mapping(full.files[0]), full.offsets[0]
+        return None if mapping is None else mapping[start : start + size]
 
     def _mapping(self, file: int) -> Bytes | None:
         """A file as it is mapped into memory; None if it cannot be mapped."""
@@ -341,8 +345,9 @@ class RankSourceReader(RankReader):
             self._mappings[file] = self._files.map(file)
         return self._mappings[file]
 
-    def _prefetch(self, full: Shards, shard: ShardRows) -> None:
-        """Ask the operating system to read ahead the range of the file that has the shard."""
+    def _read_ahead(self, full: Shards, shard: ShardRows) -> None:
+        """Ask the operating system to read ahead the range of a mapped file with the shard, and count its bytes."""
+        self.num_bytes_read += sum(run.size for run in shard.runs) * (full.geometry.num_bytes // shard.full_width)
         if boxes := shard.boxes(0, full.geometry.num_bytes):
             first = min(box.full + box.offset for box in boxes)
             last = max(box.full + box.offset + (box.rows - 1) * box.full_width + box.size for box in boxes)
@@ -358,7 +363,7 @@ class RankSourceReader(RankReader):
 
 
 def copied_bytes(source: Source, plan: Plan, rank: int, names: Collection[str]) -> int:
-    """Bytes of the shards of tensors that a :class:`RankSourceReader` copies: all but single ranges of local files."""
+    """Bytes of shards that :meth:`RankSourceReader.read` copies: of all tensors but single ranges of local files."""
     is_remote = any(isinstance(path, RemotePath) for path in source.paths)
     stored, total = source.stored, 0
     held = {name: spec for name, spec in source.specs.items() if name in names and plan.holds(rank, name)}
