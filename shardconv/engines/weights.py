@@ -148,7 +148,8 @@ def rank_weights(source: RankSource, *, dry_run: bool = False) -> Iterator[tuple
     """Yield name and tensor of a checkpoint: a rank tensor of the full shape where it is sharded, else the full tensor.
 
     Only the current tensor, and tensors that the caller keeps, are in memory. Rank tensors can also be read later.
-    Those of a source may be views of its mapped files: copy them before the end, where changes of files are noticed.
+    Those of a source may be views of its mapped files: copy them before the iterator ends, as a change of the files is
+    noticed until then.
 
     Args:
         source: result of :func:`open_for_engine`.

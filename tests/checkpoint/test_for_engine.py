@@ -200,7 +200,7 @@ def aligned(source):
     save_file(load_file(source / "model.safetensors"), source / "model.safetensors")
 
 
-#: Changes of sources to whether their shards are slices of mapped files.
+#: For each kind of source the change that makes it, and whether its shards are slices of mapped files.
 SOURCES = {"aligned": (aligned, True), "misaligned": (lambda _: None, False), "torch": (as_torch_file, False),
            "dcp": (as_dcp, False), "not mapped": (aligned, False)}  # fmt: skip
 

@@ -24,9 +24,9 @@ def rank_tensor(full, placement, rank, reads=None, *, is_slice=False):
     def read():
         if reads is not None:
             reads.append(rank)
-        held = [(held.start, held.size) for held, _ in placement.local_intervals(rank)]
-        if is_slice and len(placement.ranks[rank]) == len(held) == 1:
-            return full.narrow(placement.dim, *held[0])
+        intervals = [one for one, _ in placement.local_intervals(rank)]
+        if is_slice and len(placement.ranks[rank]) == len(intervals) == 1:
+            return full.narrow(placement.dim, intervals[0].start, intervals[0].size)
         return take_shard(full, placement, rank).contiguous()
 
     shard = HeldShard("w", tuple(full.shape), placement.dim, positions_of(placement, rank), read, "split it again")

@@ -53,8 +53,8 @@ class RankReader(ABC):
     """A reader of the shards of one rank, for one thread.
 
     A context manager, which closes its files; they are also closed when it is garbage collected. Files are mapped into
-    memory: a shard that is one range of a file is a view of it, is not copied, and stays valid after that, as does a
-    full tensor. Files must not be modified while these views are in use.
+    memory: a shard that is one range of a file, and a full tensor of :meth:`map_full`, are views, which are not copied
+    and stay valid after that. Files must not be modified while these views are in use.
 
     Args:
         files: the open files.
@@ -91,7 +91,7 @@ class RankReader(ABC):
             SourceError: if a file is too short, was modified since it was opened, or cannot be read.
         """
 
-    def map_full(self, name: str) -> Bytes | None:  # noqa: ARG002 - for sources
+    def map_full(self, name: str) -> Bytes | None:  # noqa: ARG002 - readers of sources use it
         """Map the full tensor, without a copy; the rank's shard is read ahead, and counted in ``num_bytes_read``.
 
         Returns:
@@ -332,7 +332,7 @@ class RankSourceReader(RankReader):
         return data
 
     def _mapped(self, full: Shards) -> Bytes | None:
-        """A full tensor, aligned or not, as a view of the file that stores it; else None as :meth:`map_full`."""
+        """As :meth:`map_full`, but also of misaligned tensors, and without reading ahead."""
         size = full.geometry.num_bytes
         if not size or len(full.files) != 1 or full.edits is not None or full.geometry != unsharded(size):
             return None
