@@ -21,7 +21,6 @@ from shardconv.checkpoint.sources.folder_files import SourceFolder, refuse_adapt
 from shardconv.checkpoint.sources.source import Source, SourceFile, StoredTensors
 from shardconv.checkpoint.sources.transforms import Transform
 from shardconv.files import containers
-from shardconv.files.checksums import checksum
 from shardconv.files.containers.safetensors import DTYPE_BITS, Header, TensorFile, build_header, read_header
 from shardconv.files.folder import AnyPath, Compressed, is_portable_name, parse_object, read_text
 from shardconv.files.paths import check_link
@@ -56,12 +55,12 @@ class WeightFiles(Struct, frozen=True):
     Attributes:
         names: of the source files, sorted; all in one format.
         index: name and compressed text of their index, or None.
-        listed: file to the checksum of the names of its tensors by the index.
+        listed: file to the hash of the names of its tensors by the index.
     """
 
     names: list[str]
     index: tuple[str, Compressed] | None = None
-    listed: Mapping[str, str] = {}
+    listed: Mapping[str, int] = {}
 
 
 def find_weight_files(folder: SourceFolder, given_index: str | None) -> WeightFiles:
@@ -112,8 +111,8 @@ def _find_format(files: Collection[str]) -> WeightFormat:
     return next((one for one in SOURCE_FORMATS if any(map(one.has_or_lists, files))), SAFETENSORS)
 
 
-def _read_index(folder: SourceFolder, name: str, weight_format: WeightFormat) -> tuple[Compressed, dict[str, str]]:
-    """The text of an index, and for each file the checksum of the names of its tensors by it."""
+def _read_index(folder: SourceFolder, name: str, weight_format: WeightFormat) -> tuple[Compressed, dict[str, int]]:
+    """The text of an index, and for each file the hash of the names of its tensors by it."""
     _check_not_ignored(folder, [name])
     folder.check_link(name)
     text = read_text(folder.path / name)
@@ -121,12 +120,12 @@ def _read_index(folder: SourceFolder, name: str, weight_format: WeightFormat) ->
     for tensor, file in _weight_map(folder.path / name, text, weight_format).items():
         names.setdefault(file, []).append(tensor)
     # copies of the names of files: strings that were parsed lie among those of tensors, whose memory would stay in use
-    return Compressed(text.encode()), {file.encode().decode(): _checksum(of_file) for file, of_file in names.items()}
+    return Compressed(text.encode()), {file.encode().decode(): _hash(of_file) for file, of_file in names.items()}
 
 
-def _checksum(names: Iterable[str]) -> str:
-    """The checksum of names in any order. It is kept instead of them, as those of all tensors take much memory."""
-    return checksum(json.dumps(sorted(names)).encode())
+def _hash(names: Iterable[str]) -> int:
+    """The hash of names in any order. It is kept instead of them, as those of all tensors take much memory."""
+    return hash(frozenset(names))
 
 
 def _refuse_variants(folder: AnyPath, names: Collection[str], weight_format: WeightFormat) -> None:
@@ -219,7 +218,7 @@ def read_weights(path: AnyPath, found: WeightFiles, *, follow_links: bool) -> So
     file_of, index_path = _file_of(folder, files), None
     if found.index is not None:
         index_path = folder / found.index[0]
-        if any(found.listed[file.name] != _checksum(file.header.specs) for file in files):
+        if any(found.listed[file.name] != _hash(file.header.specs) for file in files):
             raise _index_error(index_path, found.index[1], file_of, files)
     source = Source(path, is_folder=is_folder, files=files, index=found.index, index_path=index_path)
     return source if listed is None else as_safetensors(source, listed)

@@ -234,16 +234,14 @@ def parse_header(raw: bytes, data_bytes: int | None, path: AnyPath) -> Header:
         SourceError: if the header is not valid, or does not describe exactly ``data_bytes`` bytes.
     """
     try:
-        tensors, metadata = _parse_usual(raw) or _parse_strictly(raw)
-        ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)))
-        _check_coverage(ordered)
-        header = Header(raw, {name: info.spec for name, info in ordered.items()}, metadata)
+        entries, metadata = _parse_usual(raw) or _parse_strictly(raw)
+        specs, size = _check(entries)
     except ValueError as error:
         raise SourceError(f"{path}: invalid safetensors header: {error!s:.300}: {_AGAIN}") from error
-    if data_bytes is not None and header.data_bytes != data_bytes:
-        kind = "truncated" if data_bytes < header.data_bytes else "longer than its header allows"
-        raise SourceError(f"{path}: is {kind} (got {data_bytes} bytes of data, expected {header.data_bytes}): {_AGAIN}")
-    return header
+    if data_bytes is not None and size != data_bytes:
+        kind = "truncated" if data_bytes < size else "longer than its header allows"
+        raise SourceError(f"{path}: is {kind} (got {data_bytes} bytes of data, expected {size}): {_AGAIN}")
+    return Header(raw, specs, metadata)
 
 
 class _Entry(Struct, forbid_unknown_fields=True):
@@ -253,9 +251,17 @@ class _Entry(Struct, forbid_unknown_fields=True):
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
 
-    def info(self, name: str) -> TensorInfo:
-        """The tensor, whose dtype and number of bytes are checked."""
-        dtype, shape, (start, stop) = self.dtype, self.shape, self.data_offsets
+
+def _check(entries: Mapping[str, _Entry]) -> tuple[dict[str, TensorSpec], int]:
+    """Check that each tensor is as long as its dtype and shape say, and follows the one before it.
+
+    Returns:
+        Name to dtype and shape, in the order of the data, and bytes of all tensors.
+    """
+    specs: dict[str, TensorSpec] = {}
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        dtype, shape, (start, stop) = entry.dtype, entry.shape, entry.data_offsets
         if dtype not in DTYPE_BITS:
             raise ValueError(f"tensor {name!r} has unknown dtype {dtype!r}")
         if start < 0 or start + num_bytes(dtype, shape) != stop:
@@ -263,7 +269,11 @@ class _Entry(Struct, forbid_unknown_fields=True):
                 f"tensor {name!r}: data_offsets do not match its size (got bytes {start} to {stop}, expected "
                 f"{num_bytes(dtype, shape)} bytes of {dtype} of shape {list(shape)})"
             )
-        return TensorInfo(*plain_spec(dtype, shape)[:2], start, stop)
+        if start != end:
+            kind = "overlaps the previous tensor" if start < end else "leaves a gap after the previous tensor"
+            raise ValueError(f"tensor {name!r} {kind} (got start {start}, expected {end})")
+        specs[name], end = plain_spec(dtype, shape), stop
+    return specs, end
 
 
 _ENTRIES, _METADATA = Decoder(dict[str, _Entry]), Decoder(dict[str, str])
@@ -272,7 +282,7 @@ _METADATA_START = b'{"__metadata__":{'
 _QUOTES_OF_ENTRY, _QUOTES_OF_STRING = 10, 4
 
 
-def _parse_usual(raw: bytes) -> tuple[dict[str, TensorInfo], dict[str, str] | None] | None:
+def _parse_usual(raw: bytes) -> tuple[dict[str, _Entry], dict[str, str] | None] | None:
     """Parse a header as libraries write it, with its metadata first or without any; None for all others.
 
     The decoder keeps the last of duplicated keys, which are found because they have more quotation marks.
@@ -294,15 +304,14 @@ def _parse_usual(raw: bytes) -> tuple[dict[str, TensorInfo], dict[str, str] | No
     has_negative = b"-" in text and _MAYBE_NEGATIVE.search(text)
     if has_duplicates or not entries or "__metadata__" in entries or has_negative:
         return None
-    return {name: entry.info(name) for name, entry in entries.items()}, metadata
+    return entries, metadata
 
 
-def _parse_strictly(raw: bytes) -> tuple[dict[str, TensorInfo], dict[str, str] | None]:
+def _parse_strictly(raw: bytes) -> tuple[dict[str, _Entry], dict[str, str] | None]:
     """Parse any header, with messages that name the problem."""
     entries = _parse_json(raw)
     metadata = _converted("__metadata__", entries.pop("__metadata__", None), dict[str, str] | None)
-    tensors = {name: _converted(f"tensor {name!r}", entry, _Entry) for name, entry in entries.items()}
-    return {name: entry.info(name) for name, entry in tensors.items()}, metadata
+    return {name: _converted(f"tensor {name!r}", entry, _Entry) for name, entry in entries.items()}, metadata
 
 
 def _converted(what: str, data: object, kind: Any) -> Any:  # noqa: ANN401 - a type, and a value of it
@@ -349,15 +358,6 @@ def _parse_unsigned(text: str) -> int:
 
 def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
-
-
-def _check_coverage(ordered: dict[str, TensorInfo]) -> None:
-    end = 0
-    for name, info in ordered.items():
-        if info.start != end:
-            kind = "overlaps the previous tensor" if info.start < end else "leaves a gap after the previous tensor"
-            raise ValueError(f"tensor {name!r} {kind} (got start {info.start}, expected {end})")
-        end = info.stop
 
 
 def build_header(tensors: Iterable[tuple[str, TensorSpec]], metadata: dict[str, str] | None) -> Header:
