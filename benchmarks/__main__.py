@@ -644,7 +644,8 @@ def vllm_loading(place: Place) -> Iterator[Row]:
     """Loading a model into two vLLM workers, compared with vLLM's default loader; figures of the slower worker.
 
     Ratios are of seconds in ``load_weights`` with a warm page cache. Bytes are those read from storage with a cold one.
-    Memory is additional private memory, as a multiple of the size of the rank's model.
+    Memory is additional private memory, as a multiple of the size of the rank's model. The second row is what a check
+    costs that is apart from loading: a verified load should take less.
     """
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
     try:

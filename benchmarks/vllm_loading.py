@@ -62,6 +62,7 @@ def prepare(work: Path, write: Any) -> dict[str, Form]:  # noqa: ANN401 - a func
     workers(source, "auto", "--save", str(state))
     return {
         "vLLM's default, source": (source, "auto"),
+        "vLLM's default, then the rank's bytes are read and hashed": (source, "auto", "--hash", split),
         "vLLM's sharded_state": (state, "sharded_state"),
         "shardconv, source": (source, "shardconv"),
         "shardconv, split": (split, "shardconv"),

@@ -1,7 +1,7 @@
 """One worker of the benchmark of loading into vLLM; :mod:`benchmarks.vllm_loading` starts it, in vLLM's environment.
 
-``python -m benchmarks.vllm_worker FOLDER LOAD_FORMAT TP RANK MEETING [--save FOLDER] [--extra JSON]``: the model is
-constructed first; then all workers of a run load at the same time. Prints one JSON object.
+``python -m benchmarks.vllm_worker FOLDER LOAD_FORMAT TP RANK MEETING [--save FOLDER] [--extra JSON] [--hash SPLIT]``:
+the model is constructed first; then all workers of a run load at the same time. Prints one JSON object.
 """
 
 import argparse
@@ -11,6 +11,8 @@ import threading
 import time
 from pathlib import Path
 from typing import Self
+
+from xxhash import xxh3_128
 
 from shardconv.engines.check import construct, one_rank
 
@@ -55,6 +57,14 @@ def meet(folder: Path, rank: int, tp: int) -> None:
         time.sleep(0.01)
 
 
+def read_and_hash(folder: Path, rank: int) -> None:
+    """Read and hash the file of a rank in a split checkpoint, in blocks, and do nothing else."""
+    running, block = xxh3_128(), memoryview(bytearray(256 * 2**10))
+    with sorted(folder.glob("*.safetensors"))[rank].open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            running.update(block[:count])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -64,6 +74,7 @@ def main() -> None:
     parser.add_argument("meeting", type=Path)
     parser.add_argument("--save", type=Path)
     parser.add_argument("--extra", type=json.loads, default={})
+    parser.add_argument("--hash", type=Path)
     given = parser.parse_args()
     with one_rank(given.folder, tp=given.tp, rank=given.rank, dtype="bfloat16") as config:
         from vllm.config.load import LoadConfig  # noqa: PLC0415 - after the environment is set
@@ -82,6 +93,8 @@ def main() -> None:
         with Peak() as peak:
             began = time.perf_counter()
             loader.load_weights(model, config.model_config)
+            if given.hash is not None:
+                read_and_hash(given.hash, given.rank)
             seconds = time.perf_counter() - began
         if given.save is not None:
             ShardedStateLoader.save_model(model, str(given.save))

@@ -3,6 +3,7 @@
 Handles SIGINT before anything that takes time is imported. Before this module runs, only Python itself can.
 """
 
+import gc
 import os
 
 TYPE_CHECKING = False
@@ -12,6 +13,7 @@ if TYPE_CHECKING:  # no import of typing, which takes longer than all the others
 
 def main() -> "NoReturn":
     """Install signal handlers, import the command line and run it."""
+    gc.disable()  # modules, headers and plans are many objects and no cycles; collections take as long as a plan itself
     try:
         from shardconv.support.exits import default_signals, exit_at_once, exit_on_signals  # noqa: PLC0415
         from shardconv.support.launched import PARENT  # noqa: PLC0415 - inside try, like the next ones

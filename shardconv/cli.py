@@ -93,7 +93,6 @@ def main() -> NoReturn:
     exit_with_parent()
     open_streams()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's linear algebra would start threads that nothing uses
-    gc.disable()  # headers and plans are many objects and no cycles; a collection takes as long as the plan itself
     code = _run()
     ignore_signals()
     sys.exit(code)

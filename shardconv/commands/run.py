@@ -131,7 +131,7 @@ def run(
     The options under Source and Plan are for sources, because a split checkpoint stores its plan. A pipeline of
     diffusers writes a picture for each prompt.
     """
-    gc.enable()  # disabled by cli.py; models have reference cycles
+    gc.enable()  # disabled by __main__.py; models have reference cycles
     from shardconv.checkpoint.sources.pipeline import is_pipeline
 
     plan, folder = chosen(values, PLAN_OPTIONS), open_path(src)
