@@ -105,13 +105,40 @@ for offset in range(0, size, len(block)):
             os.pwrite(target, block, offset)
 """
 
+#: Copies a file by two threads, each of which hashes what it reads, and does nothing else.
+_TO_ONE_FILE = """
+import mmap, os, sys, threading, xxhash
+read, write = os.open(sys.argv[1], os.O_RDONLY), os.open(sys.argv[2], os.O_CREAT | os.O_WRONLY)
+size, stripe, block = os.fstat(read).st_size, 2**25, 2**18
+starts, next_start, writing = iter(range(0, size, stripe)), threading.Lock(), threading.Lock()
+os.truncate(write, size)
+def copy():
+    buffer = memoryview(mmap.mmap(-1, block))
+    while True:
+        with next_start:
+            if (start := next(starts, None)) is None:
+                return
+        hashed = xxhash.xxh3_128()
+        for offset in range(start, min(start + stripe, size), block):
+            data = buffer[: os.preadv(read, [buffer], offset)]
+            hashed.update(data)
+            with writing:
+                os.pwrite(write, data, offset)
+threads = [threading.Thread(target=copy) for _ in range(2)]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+"""
+
 
 def bounds(place: Place) -> Iterator[Row]:
     """One thread that reads or writes bytes of the source and does nothing else, compared with ``cp``.
 
     A split of an adapter (section adapters) reads a part of what it writes, as the loop of the fifth row does. A
-    verified load (loading_and_running) maps and hashes its files. A split of GPTQ (quantized) copies columns of most of
-    its matrices. The usual script is that of the section usual_script.
+    verified load (loading_and_running) maps and hashes its files. A merge, and a split to one file (megatron_files),
+    hash what they copy, with two threads, of which one writes at a time. A split of GPTQ (quantized) copies columns of
+    most of its matrices. The usual script is that of the section usual_script.
     """
     with llama(place) as source:
         copied, size = source.parent / "cp.out", source.stat().st_size
@@ -123,6 +150,8 @@ def bounds(place: Place) -> Iterator[Row]:
             yield _pair_row(f"{kind} in blocks of 256 KiB / cp, {place.kind}", "(none)", pairs, "cp")
         pairs = pairs_of((*loop, "copy", str(size // 4), source, *targets), copy)
         yield _pair_row(f"read a quarter, and write it four times / cp, {place.kind}", "(none)", pairs, "cp")
+        pairs = pairs_of((sys.executable, "-c", _TO_ONE_FILE, source, targets[0]), copy)
+        yield _pair_row(f"read, hash and write one file by two threads / cp, {place.kind}", "(none)", pairs, "cp")
         plain = (*loop, "copy", str(size), source, copied)
         pairs = pairs_of((*loop, "copy columns", str(size), source, *targets), plain)
         yield _pair_row(f"copy columns of 4 KiB to four files / copy, {place.kind}", "(none)", pairs, "copy")
