@@ -33,8 +33,16 @@ from shardconv.support.errors import PlanError, SourceError, option
 if TYPE_CHECKING:
     from subprocess import Popen
 
-#: The script of the child process.
+#: The script of the child process, and a command that imports it, as Python keeps the compiled form of modules only.
 SCRIPT = Path(__file__).with_name("unpickle.py")
+_RUN_SCRIPT = """
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("unpickle", sys.argv[1])
+script = module_from_spec(spec)
+spec.loader.exec_module(script)
+script.main()
+"""
 _DAMAGED = "download or save it again"
 _TRUNCATED = f"is truncated or damaged: {_DAMAGED}"
 #: The first bytes of a zip archive, which torch.save writes since version 1.6, and bytes near the start of older files.
@@ -329,7 +337,7 @@ def run_script(requests: Sequence[Request], files: InputFiles) -> Iterator[dict[
     from subprocess import PIPE, Popen  # noqa: PLC0415 - slow; files that are written do not need them
     from tempfile import TemporaryFile  # noqa: PLC0415
 
-    command = [sys.executable, "-P", str(SCRIPT)]
+    command = [sys.executable, "-P", "-c", _RUN_SCRIPT, str(SCRIPT)]
     done = 0
     with TemporaryFile("w+") as errors:
         with Popen(command, stdin=PIPE, stdout=PIPE, stderr=errors) as child:  # noqa: S603

@@ -816,7 +816,8 @@ def limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, most))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Answer the requests of the first line of stdin."""
     limit_memory()
     for line in answers(json.loads(sys.stdin.buffer.readline())):
         write(line)
