@@ -110,20 +110,21 @@ _TO_ONE_FILE = """
 import mmap, os, sys, threading, xxhash
 read, write = os.open(sys.argv[1], os.O_RDONLY), os.open(sys.argv[2], os.O_CREAT | os.O_WRONLY)
 size, stripe, block = os.fstat(read).st_size, 2**25, 2**18
-starts, next_start, writing = iter(range(0, size, stripe)), threading.Lock(), threading.Lock()
+starts, starting, writing = iter(range(0, size, stripe)), threading.Lock(), threading.Lock()
 os.truncate(write, size)
 def copy():
     buffer = memoryview(mmap.mmap(-1, block))
     while True:
-        with next_start:
+        with starting:
             if (start := next(starts, None)) is None:
                 return
         hashed = xxhash.xxh3_128()
         for offset in range(start, min(start + stripe, size), block):
-            data = buffer[: os.preadv(read, [buffer], offset)]
+            data = buffer[: min(block, size - offset)]
+            assert os.preadv(read, [data], offset) == len(data)
             hashed.update(data)
             with writing:
-                os.pwrite(write, data, offset)
+                assert os.pwrite(write, data, offset) == len(data)
 threads = [threading.Thread(target=copy) for _ in range(2)]
 for each in threads:
     each.start()
@@ -673,8 +674,8 @@ def vllm_loading(place: Place) -> Iterator[Row]:
     """Loading a model into two vLLM workers, compared with vLLM's default loader; figures of the slower worker.
 
     Ratios are of seconds in ``load_weights`` with a warm page cache. Bytes are those read from storage with a cold one.
-    Memory is additional private memory, as a multiple of the size of the rank's model. The second row is what a check
-    costs that is apart from loading: a verified load should take less.
+    Memory is additional private memory, as a multiple of the size of the rank's model. The row with a hash loads,
+    then reads and hashes the rank's file: the cost of a check that is apart from loading.
     """
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
     try:

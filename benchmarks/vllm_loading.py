@@ -19,10 +19,8 @@ PYTHON = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
 RANKS = 2
 
 
-def workers(folder: Path, load_format: str, *options: str, cold: bool = False) -> list[dict[str, Any]]:
+def workers(folder: Path, load_format: str, *options: str | Path) -> list[dict[str, Any]]:
     """The reports of all workers of one run."""
-    if cold:
-        drop(folder)
     with tempfile.TemporaryDirectory() as meeting:
         processes = [
             subprocess.Popen(
@@ -62,7 +60,7 @@ def prepare(work: Path, write: Any) -> dict[str, Form]:  # noqa: ANN401 - a func
     workers(source, "auto", "--save", str(state))
     return {
         "vLLM's default, source": (source, "auto"),
-        "vLLM's default, then the rank's bytes are read and hashed": (source, "auto", "--hash", split),
+        "vLLM's default, then a hash of the rank's file": (source, "auto", "--hash", split),
         "vLLM's sharded_state": (state, "sharded_state"),
         "shardconv, source": (source, "shardconv"),
         "shardconv, split": (split, "shardconv"),
@@ -76,8 +74,9 @@ def measure(forms: dict[str, Form], rounds: int) -> Iterator[tuple[str, dict[str
     for number in range(rounds):
         for name in sorted(forms, reverse=bool(number % 2)):
             folder, load_format, *options = forms[name]
-            cold = workers(Path(folder), str(load_format), *map(str, options), cold=True)
-            warm = workers(Path(folder), str(load_format), *map(str, options))
+            for path in filter(Path.is_dir, map(Path, forms[name])):
+                drop(path)
+            cold, warm = (workers(Path(folder), str(load_format), *options) for _ in range(2))
             worst = {key: max(one[key] for one in warm) for key in warm[0]}
             found[name].append({
                 **worst,

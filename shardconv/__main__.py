@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # no import of typing, which takes longer than all the others
 
 def main() -> "NoReturn":
     """Install signal handlers, import the command line and run it."""
-    gc.disable()  # modules, headers and plans are many objects and no cycles; collections take as long as a plan itself
+    gc.disable()  # what imports, headers and plans create stays in use; collections would take as long as a plan itself
     try:
         from shardconv.support.exits import default_signals, exit_at_once, exit_on_signals  # noqa: PLC0415
         from shardconv.support.launched import PARENT  # noqa: PLC0415 - inside try, like the next ones

@@ -6,7 +6,7 @@ cost, or are not supported.
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from functools import cache
 from math import prod
@@ -95,7 +95,7 @@ class BlockedTp(Struct, frozen=True):
 
     Attributes:
         tp: the tensor parallel size.
-        tensor: a tensor that cannot be sharded for it.
+        tensor: the first tensor that cannot be sharded for it.
         reason: why the tensor cannot be sharded.
     """
 
@@ -306,18 +306,13 @@ class Planner:
         held = {name: finder.stages_of(group.matrix_of(name), stages) for name, group in self.group_of.items()}
         return {name: replace(plan, stages=held[name]) for name, plan in tensors.items()}
 
-    def place(self, tp: int, first: Collection[str] = ()) -> list[PlacedTensors]:
+    def place(self, tp: int) -> list[PlacedTensors]:
         """The placement of each group of equal tensors for ``tp`` ranks.
-
-        Args:
-            tp: the tensor parallel size.
-            first: names of tensors that are placed first, as they may block this size as they blocked others.
 
         Raises:
             BlockedError: if a tensor cannot be sharded for ``tp`` ranks.
         """
-        groups = sorted(self._sizes, key=lambda group: group.matrix not in first) if first else self._sizes
-        return [PlacedTensors(group.plan(tp).placement, group.spec, self._sizes[group]) for group in groups]
+        return [PlacedTensors(group.plan(tp).placement, group.spec, number) for group, number in self._sizes.items()]
 
     def blocked(self, tp: int) -> BlockedTp | None:
         """The reason why a tensor parallel size is not supported; None if it is."""
@@ -372,8 +367,7 @@ def tp_sizes(planner: Planner) -> TpSizes:
     unpadded, supported, blocked = planner.padded(0), dict[int, int](), list[BlockedTp]()
     for tp in CANDIDATE_TPS:
         try:
-            placed = unpadded.place(tp, {one.tensor for one in blocked})
-            supported[tp] = max(rank_bytes(placed), default=0)
+            supported[tp] = max(rank_bytes(unpadded.place(tp)), default=0)
         except BlockedError as error:
             blocked.append(BlockedTp(tp, error.tensor, error.reason))
     few = [found.tp for found in blocked if found.tp <= MAX_PADDED_TP]

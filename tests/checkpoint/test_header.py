@@ -292,6 +292,16 @@ OTHER_FILES = {
     "truncated header": (safetensors_bytes(one(), b"ab")[:30], "is truncated (got 30 bytes, expected at least"),
     "header that is not JSON": (safetensors_bytes(b"{x}", b""), ": download or copy it again"),
     "header with an unknown dtype": (safetensors_bytes(one(dtype='"U9"'), b"ab"), ": download or copy it again"),
+    "wrong start, which leaves a gap": (
+        safetensors_bytes(
+            f'{{"a":{entry(data_offsets="[100,2]")},"b":{entry(data_offsets="[2,4]")}}}'.encode(), bytes(4)
+        ),
+        "tensor 'a': data_offsets do not match its size (got bytes 100 to 2, expected 2 bytes of U8 of shape [2])",
+    ),
+    "unknown dtype behind a gap": (
+        safetensors_bytes(two(entry(dtype='"U9"', data_offsets="[4,6]")), bytes(6)),
+        "tensor 'b' has unknown dtype 'U9'",
+    ),
     "truncated data": (
         safetensors_bytes(one(), b"ab")[:-1],
         "is truncated (got 1 bytes of data, expected 2): download or copy it again",

@@ -12,7 +12,7 @@ import time
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -400,13 +400,13 @@ def test_process_lists_all_files_in_order(tmp_path, monkeypatch):
 
 @pytest.fixture
 def script(tmp_path, monkeypatch) -> Callable[[str], None]:
-    """Replaces the script by lines of Python."""
+    """Replaces the script by lines of Python, in a new file, as Python may keep its compiled form."""
+    numbers = count()
 
     def replace(lines: str) -> None:
-        (tmp_path / "script.py").write_text(
-            f"import json, os, sys, time\nrequests = json.loads(sys.stdin.readline())\n{lines}"
-        )
-        monkeypatch.setattr(torch_files, "SCRIPT", tmp_path / "script.py")
+        path = tmp_path / f"script{next(numbers)}.py"
+        path.write_text(f"import json, os, sys, time\nrequests = json.loads(sys.stdin.readline())\n{lines}")
+        monkeypatch.setattr(torch_files, "SCRIPT", path)
 
     return replace
 
@@ -521,7 +521,7 @@ def test_interrupt_ends_the_process(tmp_path, script):
     script(f"open({str(tmp_path / 'started')!r}, 'w').write(str(os.getpid()))\ntime.sleep(100)")
     patch = (
         "from pathlib import Path\nimport shardconv.files.containers.torch_files as t\n"
-        f"t.SCRIPT = Path({str(tmp_path / 'script.py')!r})"
+        f"t.SCRIPT = Path({str(torch_files.SCRIPT)!r})"
     )
     process = start("plan", tmp_path / "a.bin", patch=patch, start_new_session=True)
     while not (tmp_path / "started").exists() or not (tmp_path / "started").read_text():

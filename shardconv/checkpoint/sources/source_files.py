@@ -124,7 +124,7 @@ def _read_index(folder: SourceFolder, name: str, weight_format: WeightFormat) ->
 
 
 def _hash(names: Iterable[str]) -> int:
-    """The hash of names in any order. It is kept instead of them, as those of all tensors take much memory."""
+    """The hash of names in any order, to compare in this process. The names of all tensors would take much memory."""
     return hash(frozenset(names))
 
 

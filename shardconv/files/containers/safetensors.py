@@ -259,7 +259,7 @@ def _check(entries: Mapping[str, _Entry]) -> tuple[dict[str, TensorSpec], int]:
         Name to dtype and shape, in the order of the data, and bytes of all tensors.
     """
     specs: dict[str, TensorSpec] = {}
-    end = 0
+    end, misplaced = 0, ""
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         dtype, shape, (start, stop) = entry.dtype, entry.shape, entry.data_offsets
         if dtype not in DTYPE_BITS:
@@ -269,10 +269,12 @@ def _check(entries: Mapping[str, _Entry]) -> tuple[dict[str, TensorSpec], int]:
                 f"tensor {name!r}: data_offsets do not match its size (got bytes {start} to {stop}, expected "
                 f"{num_bytes(dtype, shape)} bytes of {dtype} of shape {list(shape)})"
             )
-        if start != end:
+        if start != end and not misplaced:  # reported last: the tensor that is wrong may be another one
             kind = "overlaps the previous tensor" if start < end else "leaves a gap after the previous tensor"
-            raise ValueError(f"tensor {name!r} {kind} (got start {start}, expected {end})")
+            misplaced = f"tensor {name!r} {kind} (got start {start}, expected {end})"
         specs[name], end = plain_spec(dtype, shape), stop
+    if misplaced:
+        raise ValueError(misplaced)
     return specs, end
 
 

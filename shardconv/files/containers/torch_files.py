@@ -33,15 +33,12 @@ from shardconv.support.errors import PlanError, SourceError, option
 if TYPE_CHECKING:
     from subprocess import Popen
 
-#: The script of the child process, and a command that imports it, as Python keeps the compiled form of modules only.
+#: The script of the child process, and lines that run it in the compiled form that Python keeps of modules.
 SCRIPT = Path(__file__).with_name("unpickle.py")
 _RUN_SCRIPT = """
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
-spec = spec_from_file_location("unpickle", sys.argv[1])
-script = module_from_spec(spec)
-spec.loader.exec_module(script)
-script.main()
+from importlib.machinery import SourceFileLoader
+exec(SourceFileLoader("__main__", sys.argv[1]).get_code("__main__"))
 """
 _DAMAGED = "download or save it again"
 _TRUNCATED = f"is truncated or damaged: {_DAMAGED}"

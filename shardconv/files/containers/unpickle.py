@@ -816,8 +816,7 @@ def limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, most))
 
 
-def main() -> None:
-    """Answer the requests of the first line of stdin."""
+if __name__ == "__main__":
     limit_memory()
     for line in answers(json.loads(sys.stdin.buffer.readline())):
         write(line)
