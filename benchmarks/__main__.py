@@ -769,8 +769,8 @@ def _introduction() -> str:
 The source of most rows is a bf16 file with Llama's names and shapes, of {gigabytes:.2f} GB with random bytes.
 Times are from start to exit of a process, unless a section states otherwise. A ratio is the median over rounds in which
 both commands run after each other, in alternating order, as absolute times vary on a shared machine. The disk is synced
-before each command. GB and MB are powers of ten. Compare ratios within a section only: between days, ``cp`` of this
-file took 2 to 6 s on such a machine."""
+before each command. GB and MB are powers of ten. Compare ratios within a section only: the
+times of ``cp`` differ between sections."""
 
 
 if __name__ == "__main__":

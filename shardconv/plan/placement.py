@@ -357,9 +357,6 @@ def _shard_dim(dim: int, segments: tuple[Unit, ...], tp: int, groups: int, padde
     per_rank, group_ranks = (total // tp, 1) if has_full_groups else (1, tp // total)
     starts = accumulate((units.width for units in segments), initial=0)
     shards = [(start, units.shards(group_ranks)) for start, units in zip(starts, segments, strict=False)]
-    if groups == total == len(segments) == 1:  # as of most tensors, and the same as below, in a third less time
-        ((_, of_ranks),) = shards
-        return Placement(dim, width, tuple(map(_merge_adjacent, of_ranks)))
     ranks = []
     for rank in range(tp):
         entries: list[IntervalOrPadding] = []
