@@ -6,7 +6,7 @@ import os
 import resource
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Self, TypeAlias
@@ -57,6 +57,14 @@ def write_exactly(descriptor: int, data: Bytes | bytes, offset: int) -> None:
     while view:
         count = os.pwrite(descriptor, view[:_WRITE_BYTES], offset)
         view, offset = view[count:], offset + count
+
+
+def _pieces(data: Bytes, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[Bytes, int]]:
+    """Yield data that is written to ranges, in pieces of one write each, and the offset of each."""
+    for offset, size in ranges:
+        for at in range(0, size, _WRITE_BYTES):
+            yield data[at : min(at + _WRITE_BYTES, size)], offset + at
+        data = data[size:]
 
 
 def create(path: Path, mode: int = 0o666) -> BinaryIO:
@@ -149,10 +157,12 @@ class LocalOutputFiles:
 
     def write_ranges(self, number: int, data: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
         """Write to ranges of file ``number``: the offset and size of each, as long as the data together."""
+        pieces = list(_pieces(data, ranges))
         with self._locks[number]:
-            for offset, size in ranges:
-                write_exactly(self.descriptors[number], data[:size], offset)
-                data = data[size:]
+            for piece, offset in pieces[:-1]:
+                write_exactly(self.descriptors[number], piece, offset)
+        for piece, offset in pieces[-1:]:  # the next writer wakes up meanwhile
+            write_exactly(self.descriptors[number], piece, offset)
 
     def read(self, number: int, buffer: Bytes, offset: int) -> None:
         """Fill a buffer from a position of file ``number``."""
