@@ -11,7 +11,7 @@ import struct
 import time
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import accumulate, count
 from pathlib import Path
 from subprocess import Popen
@@ -26,6 +26,7 @@ from shardconv.files.containers.safetensors import DTYPE_BITS, TensorFile, Tenso
 from shardconv.files.containers.torch_files import (
     TorchChunk,
     TorchProblem,
+    Unpickling,
     list_torch_files,
     read_torch_chunks,
     read_torch_files,
@@ -290,22 +291,30 @@ def saved(value: torch.Tensor) -> bytes:
     return file.getvalue()
 
 
-def alone(files: list[TensorFile], chunk: TorchChunk) -> TensorInfo | str:
+@pytest.fixture
+def unpickling() -> Iterator[Unpickling]:
+    with Unpickling() as process:
+        yield process
+
+
+def alone(unpickling: Unpickling, files: list[TensorFile], chunk: TorchChunk) -> TensorInfo | str:
     """The tensor in one chunk; the first one is always unpickled."""
     try:
-        (tensor,) = read_torch_chunks(files, [chunk])
+        (tensor,) = read_torch_chunks(unpickling, files, [chunk])
     except SourceError as error:
         return str(error)
     return tensor
 
 
-def test_chunks_whose_archives_differ_in_values_only(tmp_path, monkeypatch):
+def test_chunks_whose_archives_differ_in_values_only(unpickling, tmp_path, monkeypatch):
     """Only one of them is unpickled, and each is listed as if it were alone."""
     files, chunks = archives([saved(one) for one in LIKE_OTHERS * 20], tmp_path / "__0_0.distcp")
-    expected = [alone(files, one) for one in chunks[: len(LIKE_OTHERS)]]
-    asked, run = [], torch_files.run_script
-    monkeypatch.setattr(torch_files, "run_script", lambda some, opened: asked.extend(some) or run(some, opened))
-    found = list(read_torch_chunks(files, chunks))
+    expected = [alone(unpickling, files, one) for one in chunks[: len(LIKE_OTHERS)]]
+    asked, run = [], torch_files.Unpickling.run
+    monkeypatch.setattr(
+        torch_files.Unpickling, "run", lambda child, some, opened: asked.extend(some) or run(child, some, opened)
+    )
+    found = list(read_torch_chunks(unpickling, files, chunks))
     assert len(asked) == len(LIKE_OTHERS) - 3  # three have the form of another one
     for number, one in enumerate(found):
         start = chunks[number].offset - chunks[number % len(LIKE_OTHERS)].offset
@@ -313,20 +322,20 @@ def test_chunks_whose_archives_differ_in_values_only(tmp_path, monkeypatch):
         assert one == first._replace(start=first.start + start, stop=first.stop + start)
 
 
-def test_damaged_chunks_are_found_beside_others(tmp_path):
+def test_damaged_chunks_are_found_beside_others(unpickling, tmp_path):
     """A damaged copy of a chunk is refused with the same error as alone."""
     rng, original, expected = random.Random(1), saved(MATRIX), 0
     for number in range(60):
         files, chunks = archives([original, damaged(original, rng)], tmp_path / f"{number}.distcp")
         if not chunks[1].size:
             continue
-        lone = alone(files, chunks[1])
+        lone = alone(unpickling, files, chunks[1])
         if isinstance(lone, str):
             expected += 1
             with pytest.raises(SourceError, match=re.escape(lone)):
-                list(read_torch_chunks(files, chunks))
+                list(read_torch_chunks(unpickling, files, chunks))
         else:
-            assert list(read_torch_chunks(files, chunks))[1] == lone
+            assert list(read_torch_chunks(unpickling, files, chunks))[1] == lone
     assert expected > 15
 
 
@@ -367,7 +376,7 @@ CRAFTED = {
 
 
 @pytest.mark.parametrize("name", CRAFTED)
-def test_crafted_chunks_are_listed_as_alone(name, tmp_path, monkeypatch):
+def test_crafted_chunks_are_listed_as_alone(unpickling, name, tmp_path, monkeypatch):
     """Also those that only an attacker writes, without checksums, which are not verified here."""
     monkeypatch.setattr(torch_files, "SCRIPT", tmp_path / "script.py")
     text = Path(unpickle.__file__).read_text()
@@ -375,11 +384,11 @@ def test_crafted_chunks_are_listed_as_alone(name, tmp_path, monkeypatch):
         text.replace("import zipfile\n", "import zipfile\nzipfile.crc32 = lambda *_: 0\n")
     )
     files, chunks = archives([crafted(entries) for entries in CRAFTED[name]], tmp_path / "__0_0.distcp")
-    expected = [alone(files, one) for one in chunks]
+    expected = [alone(unpickling, files, one) for one in chunks]
     first, second = (one._replace(start=one.start - chunk.offset) for one, chunk in zip(expected, chunks, strict=True))
     assert chunks[0].size == chunks[1].size
     assert (first.dtype, first.start) != (second.dtype, second.start)
-    assert list(read_torch_chunks(files, chunks)) == expected
+    assert list(read_torch_chunks(unpickling, files, chunks)) == expected
 
 
 # --- the process ----------------------------------------------------------------------------------------------------

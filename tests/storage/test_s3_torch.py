@@ -96,16 +96,16 @@ def test_the_url_of_a_file_or_an_index(saved, tmp_path, name, file):
 
 @pytest.mark.parametrize(("name", "kind"), [("PyTorch", "file"), ("DCP", "chunk")])
 def test_a_file_that_changes_is_an_error(saved, s3, tmp_path, monkeypatch, name, kind):
-    url, list_tensors = saved(name), torch_files.run_script
+    url, list_tensors = saved(name), torch_files.Unpickling.run
 
-    def run(requests, files):
-        yield from list_tensors(requests, files)
+    def run(child, requests, files):
+        yield from list_tensors(child, requests, files)
         if requests[0][0] == kind:
             path = max((tmp_path / "saved").iterdir(), key=lambda path: path.stat().st_size)
             other = bytes(path.stat().st_size)
             s3.client.put_object(Bucket="bucket", Key=f"{tmp_path.name}/saved/{path.name}", Body=other)
 
-    monkeypatch.setattr(torch_files, "run_script", run)
+    monkeypatch.setattr(torch_files.Unpickling, "run", run)
     with pytest.raises(SourceError, match="changed while it was read"):
         shardconv.split(url, tmp_path / "split", tp=2)
 

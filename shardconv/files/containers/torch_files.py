@@ -70,7 +70,9 @@ def read_torch_files(paths: Sequence[AnyPath]) -> list[TensorFile]:
     return [_file_of(path, listed) for path, listed in zip(paths, list_torch_files(paths), strict=True)]
 
 
-def read_torch_chunks(files: Sequence[TensorFile], chunks: Sequence[TorchChunk]) -> Iterator[TensorInfo]:
+def read_torch_chunks(
+    unpickling: "Unpickling", files: Sequence[TensorFile], chunks: Sequence[TorchChunk]
+) -> Iterator[TensorInfo]:
     """Yield the tensor in each range of bytes of these files.
 
     Unpickles only the first of several archives that differ only in the values of their tensor.
@@ -81,7 +83,7 @@ def read_torch_chunks(files: Sequence[TensorFile], chunks: Sequence[TorchChunk])
     firsts = _first_equal(files, chunks)
     asked = {number: chunks[number] for number in sorted(set(firsts))}
     requests = (Request("chunk", file, start, start + size) for file, start, size in asked.values())
-    answers = zip(asked.items(), _ask(requests, [file.path for file in files]), strict=True)
+    answers = zip(asked.items(), unpickling.ask(requests, [file.path for file in files]), strict=True)
     found = {number: _in_chunk(files[chunk.file], chunk, answer) for (number, chunk), answer in answers}
     for (_, start, _), first in zip(chunks, firsts, strict=True):
         tensor = found[first]
@@ -97,23 +99,25 @@ def _in_chunk(file: TensorFile, chunk: TorchChunk, answer: Mapping[str, Any]) ->
     return tensor._replace(start=start, stop=stop)
 
 
-def list_metadata(path: AnyPath) -> Iterator[Mapping[str, Any]]:  # Any: see unpickle.list_metadata
+def list_metadata(
+    unpickling: "Unpickling", path: AnyPath
+) -> Iterator[Mapping[str, Any]]:  # Any: see unpickle.list_metadata
     """Yield the entries of the metadata of a checkpoint of torch.distributed.checkpoint, in several parts.
 
     Raises:
         SourceError: if the metadata is damaged, or asks for anything but its own classes.
     """
-    for answer in _ask([Request("metadata")], [path]):
+    for answer in unpickling.ask([Request("metadata")], [path]):
         yield _checked_answer(path, answer)
 
 
-def list_arguments(path: AnyPath) -> Mapping[str, int]:
+def list_arguments(unpickling: "Unpickling", path: AnyPath) -> Mapping[str, int]:
     """The integers among the arguments of the program that saved a file; none if it does not have arguments.
 
     Raises:
         SourceError: if the file is damaged.
     """
-    (answer,) = _ask([Request("arguments")], [path])
+    (answer,) = unpickling.ask([Request("arguments")], [path])
     arguments: Mapping[str, int] = _checked_answer(path, answer)["arguments"]
     return arguments
 
@@ -135,7 +139,9 @@ def list_torch_files(paths: Sequence[AnyPath]) -> list[TensorFile | TorchProblem
     with ThreadPoolExecutor(NUM_REQUESTS) as pool:
         problems = list(pool.map(_problem_at_start, paths))
     readable = [path for path, problem in zip(paths, problems, strict=True) if not problem]
-    answers = iter([*_ask([Request("file", number) for number in range(len(readable))], readable)])
+    requests = [Request("file", number) for number in range(len(readable))]
+    with Unpickling() as unpickling:
+        answers = iter([*unpickling.ask(requests, readable)])
     return [
         problem or _checked(path, state.size, next(answers), state)
         for path, state, problem in zip(paths, states, problems, strict=True)
@@ -315,59 +321,76 @@ _ALIGNMENT = 64
 _BLOCK_BYTES = 2**20
 
 
-def _ask(requests: Iterable[Request], paths: Sequence[AnyPath]) -> Iterator[dict[str, Any]]:  # Any: see unpickle
-    """Yield the answers of child processes: one that crashes is started again for the requests after that one."""
-    sizes, requests = [state.size for state in file_states(paths)], iter(requests)
-    with InputFiles(paths, [b""] * len(paths), sizes) as files:
-        while some := [one._replace(stop=one.stop or sizes[one.file]) for one in islice(requests, _NUM_REQUESTS)]:
-            if wrong := next((one for one in some if not 0 <= one.start < one.stop <= sizes[one.file]), None):
-                raise SourceError(f"{paths[wrong.file]}: {_TRUNCATED}")
-            while some:
-                for answer in run_script(some, files):
-                    yield answer
-                    if "tensor" not in answer:  # it has further lines
-                        some = some[1:]
+class Unpickling:
+    """A child process that unpickles, started by the first request, and again after a crash.
 
+    A context manager, at whose end the process ends.
+    """
 
-def run_script(requests: Sequence[Request], files: InputFiles) -> Iterator[dict[str, Any]]:
-    """Yield the answers of a child process. If it crashes, the last answer says so."""
-    from subprocess import PIPE, Popen  # noqa: PLC0415 - slow; files that are written do not need them
-    from tempfile import TemporaryFile  # noqa: PLC0415
+    def __init__(self) -> None:
+        self._child: Popen[bytes] | None = None
 
-    command = [sys.executable, "-P", "-c", _RUN_SCRIPT, str(SCRIPT)]
-    done = 0
-    with TemporaryFile("w+") as errors:
-        with Popen(command, stdin=PIPE, stdout=PIPE, stderr=errors) as child:  # noqa: S603
-            assert child.stdin is not None
-            assert child.stdout is not None
-            try:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._close(self._child)
+
+    def ask(self, requests: Iterable[Request], paths: Sequence[AnyPath]) -> Iterator[dict[str, Any]]:  # Any: JSON
+        """Yield the answers to requests about these files."""
+        sizes, requests = [state.size for state in file_states(paths)], iter(requests)
+        with InputFiles(paths, [b""] * len(paths), sizes) as files:
+            while some := [one._replace(stop=one.stop or sizes[one.file]) for one in islice(requests, _NUM_REQUESTS)]:
+                if wrong := next((one for one in some if not 0 <= one.start < one.stop <= sizes[one.file]), None):
+                    raise SourceError(f"{paths[wrong.file]}: {_TRUNCATED}")
+                while some:
+                    for answer in self.run(some, files):
+                        yield answer
+                        if "tensor" not in answer:  # it has further lines
+                            some = some[1:]
+
+    def run(self, requests: Sequence[Request], files: InputFiles) -> Iterator[dict[str, Any]]:
+        """Yield the answers of one process. If it crashes, the last answer says so."""
+        child, done = self._child or self._start(), 0
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            with suppress(BrokenPipeError):  # it crashed
                 _send(child.stdin, [json.dumps(requests).encode(), b"\n"])
-                while (line := child.stdout.readline()).endswith(b"\n"):
+                while done < len(requests) and (line := child.stdout.readline()).endswith(b"\n"):
                     answer = json.loads(line)
                     if (ranges := answer.get("ranges")) is not None:
                         _send(child.stdin, _blocks(files, ranges))
                     else:
                         yield answer
                         done += "tensor" not in answer
-            except BrokenPipeError:  # it crashed
-                _close(child)
-            except BaseException:
-                _close(child)
-                raise
+        except BaseException:
+            self.__exit__()
+            raise
         if done < len(requests):
-            errors.seek(0)
-            reason = (errors.read().strip().splitlines() or [f"exit code {child.returncode}"])[-1]
+            reason = self._close(child)
             if child.returncode == -signal.SIGPROF:
                 reason = f"that takes more than {max_seconds(requests[done].stop)} seconds of CPU time"
             yield {"problem": f"its tensors cannot be listed ({reason})", "remedy": _DAMAGED}
 
+    def _start(self) -> "Popen[bytes]":
+        from subprocess import PIPE, Popen  # noqa: PLC0415 - slow; files that are written do not need them
+        from tempfile import TemporaryFile  # noqa: PLC0415
 
-def _close(child: "Popen[bytes]") -> None:
-    """Kill a child process, without an error for buffered bytes that it does not read."""
-    child.kill()
-    assert child.stdin is not None
-    with suppress(BrokenPipeError):
-        child.stdin.close()
+        command = [sys.executable, "-P", "-S", "-c", _RUN_SCRIPT, str(SCRIPT)]
+        self._errors = TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        self._child = Popen(command, stdin=PIPE, stdout=PIPE, stderr=self._errors)  # noqa: S603
+        return self._child
+
+    def _close(self, child: "Popen[bytes]") -> str:
+        """Wait until the process ends; returns the last line of its messages."""
+        self._child = None
+        with self._errors:
+            child.communicate()
+            self._errors.seek(0)
+            return (self._errors.read().strip().splitlines() or [f"exit code {child.returncode}"])[-1]
 
 
 def _send(pipe: IO[bytes], blocks: Iterable[bytes | bytearray]) -> None:

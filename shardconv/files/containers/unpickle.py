@@ -1,6 +1,6 @@
 """List the tensors that pickles of torch describe, with their positions. Imports neither torch nor shardconv.
 
-A script that runs in a process of its own, so that a damaged pickle cannot crash the caller. It reads a line of JSON
+A script that runs in a process of its own, so that a damaged pickle cannot crash the caller. It reads lines of JSON
 with requests from stdin. Each is the name of a function in :data:`LISTS`, the number of a file, and a range of its
 bytes. It writes lines of JSON to stdout: for each request the result, or a ``problem`` with its ``remedy``, and before
 the result of a checkpoint's metadata a line for each tensor. It opens no files: after a line with ranges of files, it
@@ -818,5 +818,6 @@ def limit_memory() -> None:
 
 if __name__ == "__main__":
     limit_memory()
-    for line in answers(json.loads(sys.stdin.buffer.readline())):
-        write(line)
+    for asked in iter(sys.stdin.buffer.readline, b""):
+        for line in answers(json.loads(asked)):
+            write(line)
