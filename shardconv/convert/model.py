@@ -8,7 +8,8 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib import metadata
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import TypeVar
 
@@ -338,6 +339,8 @@ def _check_numbers(model: nn.Module, plan: Plan) -> None:
             raise ValueError(f"{name}: is a trainable scalar that no rule of family {plan.family} matches")
 
 
+#: The version of an installed package, whose metadata takes milliseconds to read.
+version = cache(metadata.version)
 _BOUND = re.compile(r"(torch|transformers|diffusers)>=([\d.]+)")
 
 

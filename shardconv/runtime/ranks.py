@@ -5,13 +5,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import metadata
+from importlib.metadata import PackageNotFoundError
 
 import torch
 import torch.distributed as dist
 
 from shardconv.checkpoint.split.loadable import Loadable, refuse_split_adapter, stored_planner
 from shardconv.checkpoint.split.manifest import Manifest
+from shardconv.convert.model import version
 from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel
 from shardconv.distributed.agreement import attempt, check_same, run_on_all
 from shardconv.distributed.devices import Device
@@ -84,8 +85,8 @@ def connect_ranks(
 
 def _version(package: str) -> str:
     try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
+        return version(package)
+    except PackageNotFoundError:
         return "not installed"
 
 

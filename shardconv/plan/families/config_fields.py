@@ -230,4 +230,10 @@ def with_defaults(names: Iterable[str], defaults: Mapping[str, str | int]) -> se
 def reads_stage(expression: str | int, defaults: Mapping[str, str | int]) -> bool:
     """Whether an expression reads ``field[stage]``, directly or through the defaults of config fields."""
     names = with_defaults(fields_in(expression), defaults)
-    return any(f"[{STAGE}]" in ast.unparse(_parse(str(one))) for one in (expression, *map(defaults.get, names)))
+    return any(map(_has_stage, (expression, *map(defaults.get, names))))
+
+
+@lru_cache(4096)
+def _has_stage(expression: str | int | None) -> bool:
+    """Whether an expression has the index ``[stage]``."""
+    return f"[{STAGE}]" in ast.unparse(_parse(str(expression)))
