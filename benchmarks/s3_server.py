@@ -38,9 +38,10 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers the requests of one connection."""
+    """Answers the requests of one connection, without Nagle's delay of 40 ms before the body, as stores do."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     server: _Server
 
     def log_message(self, *_: object) -> None:
