@@ -38,7 +38,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers the requests of one connection, without Nagle's delay of 40 ms before the body, as stores do."""
+    """Answers the requests of one connection; TCP_NODELAY is set, so that small answers are not delayed by 40 ms."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True

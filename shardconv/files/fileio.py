@@ -158,10 +158,11 @@ class LocalOutputFiles:
     def write_ranges(self, number: int, data: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
         """Write to ranges of file ``number``: the offset and size of each, as long as the data together."""
         pieces = list(_pieces(data, ranges))
+        locked = pieces[:-1] or pieces
         with self._locks[number]:
-            for piece, offset in pieces[:-1]:
+            for piece, offset in locked:
                 write_exactly(self.descriptors[number], piece, offset)
-        for piece, offset in pieces[-1:]:  # the next writer wakes up meanwhile
+        for piece, offset in pieces[len(locked) :]:  # without the lock: the next writer takes about 0.1 ms to wake up
             write_exactly(self.descriptors[number], piece, offset)
 
     def read(self, number: int, buffer: Bytes, offset: int) -> None:

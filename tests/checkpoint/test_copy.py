@@ -1,5 +1,6 @@
 """The copy engine with random tensors and placements, compared with numpy indexing."""
 
+import random
 import threading
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from shardconv.checkpoint.engine import geometry as byte_ranges
 from shardconv.checkpoint.engine.copy import CopyJob, FileRows, Shards, held_stripes, split_into_stripes
 from shardconv.checkpoint.engine.geometry import geometry, unsharded
 from shardconv.checkpoint.engine.shards import ShardReader, ShardWriter
-from shardconv.files.fileio import LocalOutputFiles
+from shardconv.files.fileio import _WRITE_BYTES, LocalOutputFiles
 from shardconv.files.input_files import InputFiles
 from shardconv.plan.placement import Interval, Padding, Placement, Unit, shard_dim
 from shardconv.support.errors import IntegrityError
@@ -312,3 +313,17 @@ def test_stripes_cover_every_byte_once_and_in_order(sizes, stripe_bytes):
     covered = [(span.tensor, byte) for stripe in stripes for span in stripe for byte in range(span.start, span.stop)]
     assert covered == [(tensor, byte) for tensor, size in enumerate(sizes) for byte in range(size)]
     assert all(sum(span.stop - span.start for span in stripe) <= stripe_bytes for stripe in stripes)
+
+
+@pytest.mark.parametrize(
+    "sizes", [[], [0], [1], [_WRITE_BYTES], [_WRITE_BYTES + 1], [3, 0, 2 * _WRITE_BYTES, 5], [5, 2 * _WRITE_BYTES - 1]]
+)
+def test_ranges_of_any_sizes_are_written(tmp_path, sizes):
+    """Also those that are written in pieces, between bytes that stay zero."""
+    gap, path = 7, tmp_path / "out"
+    starts = [gap + sum(sizes[:number]) + gap * number for number in range(len(sizes))]
+    data = random.Random(0).randbytes(sum(sizes))
+    with LocalOutputFiles([path], [b""], [sum(sizes) + gap * (len(sizes) + 1)], 0o666, may_exist=False) as outputs:
+        outputs.write_ranges(0, memoryview(data), zip(starts, sizes, strict=True))
+    parts = [data[sum(sizes[:number]) : sum(sizes[: number + 1])] for number in range(len(sizes))]
+    assert path.read_bytes() == bytes(gap) + b"".join(part + bytes(gap) for part in parts)

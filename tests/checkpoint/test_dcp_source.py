@@ -27,7 +27,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardconv
 from shardconv.checkpoint.sources.opening import open_source
-from shardconv.files.containers.torch_files import Unpickling, list_metadata
+from shardconv.files.containers.torch_files import UnpicklerProcess, list_metadata
 from shardconv.support.errors import ShardconvError, SourceError
 from tests.support.models import GQA, Model
 from tests.support.tensors import check_equal_files
@@ -134,7 +134,7 @@ def use_early_properties(metadata) -> None:
 def test_metadata_of_other_versions_of_python_and_torch_is_read(nested, tmp_path, pickler, change):
     other = changed(nested, tmp_path / "changed", change, pickler)
     assert (b"getattr" in (other / ".metadata").read_bytes()) == (pickler is EarlyPickler)
-    with Unpickling() as unpickling:
+    with UnpicklerProcess() as unpickling:
         found, expected = ([*list_metadata(unpickling, folder / ".metadata")] for folder in (other, nested))
     assert found == expected
 
@@ -168,7 +168,7 @@ def test_enum_in_metadata_cannot_be_changed(nested, tmp_path):
     path.write_bytes(
         b"\x80\x02" + enum + members + b"\x86b0cbuiltins\ngetattr\n" + enum + b"X\x03\x00\x00\x00mro\x86R."
     )
-    with Unpickling() as unpickling, pytest.raises(SourceError, match=r"builtins\.getattr of 'mro', and nothing"):
+    with UnpicklerProcess() as unpickling, pytest.raises(SourceError, match=r"builtins\.getattr of 'mro', and nothing"):
         list(list_metadata(unpickling, path))
 
 
@@ -279,5 +279,5 @@ def test_damaged_metadata_is_an_error_without_a_traceback(nested, tmp_path):
     data = bytearray((nested / ".metadata").read_bytes())
     for at in range(0, len(data), len(data) // 50):
         path.write_bytes(data[:at] + bytes([data[at] ^ 0x55]) + data[at + 1 :])
-        with Unpickling() as unpickling, suppress(SourceError):
+        with UnpicklerProcess() as unpickling, suppress(SourceError):
             assert any("tensor" in part for part in list_metadata(unpickling, path))

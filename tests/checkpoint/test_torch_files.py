@@ -24,9 +24,10 @@ import torch
 from shardconv.files.containers import torch_files, unpickle
 from shardconv.files.containers.safetensors import DTYPE_BITS, TensorFile, TensorInfo
 from shardconv.files.containers.torch_files import (
+    Request,
     TorchChunk,
     TorchProblem,
-    Unpickling,
+    UnpicklerProcess,
     list_torch_files,
     read_torch_chunks,
     read_torch_files,
@@ -292,12 +293,12 @@ def saved(value: torch.Tensor) -> bytes:
 
 
 @pytest.fixture
-def unpickling() -> Iterator[Unpickling]:
-    with Unpickling() as process:
+def unpickling() -> Iterator[UnpicklerProcess]:
+    with UnpicklerProcess() as process:
         yield process
 
 
-def alone(unpickling: Unpickling, files: list[TensorFile], chunk: TorchChunk) -> TensorInfo | str:
+def alone(unpickling: UnpicklerProcess, files: list[TensorFile], chunk: TorchChunk) -> TensorInfo | str:
     """The tensor in one chunk; the first one is always unpickled."""
     try:
         (tensor,) = read_torch_chunks(unpickling, files, [chunk])
@@ -310,9 +311,9 @@ def test_chunks_whose_archives_differ_in_values_only(unpickling, tmp_path, monke
     """Only one of them is unpickled, and each is listed as if it were alone."""
     files, chunks = archives([saved(one) for one in LIKE_OTHERS * 20], tmp_path / "__0_0.distcp")
     expected = [alone(unpickling, files, one) for one in chunks[: len(LIKE_OTHERS)]]
-    asked, run = [], torch_files.Unpickling.run
+    asked, run = [], torch_files.UnpicklerProcess.run
     monkeypatch.setattr(
-        torch_files.Unpickling, "run", lambda child, some, opened: asked.extend(some) or run(child, some, opened)
+        torch_files.UnpicklerProcess, "run", lambda child, some, opened: asked.extend(some) or run(child, some, opened)
     )
     found = list(read_torch_chunks(unpickling, files, chunks))
     assert len(asked) == len(LIKE_OTHERS) - 3  # three have the form of another one
@@ -436,6 +437,70 @@ def test_crash_is_the_error_of_the_file_that_was_read(tmp_path, script):
     found = list_torch_files(paths)
     assert [type(file) for file in found] == [TensorFile, TorchProblem, TensorFile]
     assert found[1].problem == "its tensors cannot be listed (exit code -9)"
+
+
+def finish_requests(process: UnpicklerProcess, paths: list[Path]) -> None:
+    assert len([*process.ask([Request("file", 0), Request("file", 1)], paths)]) == 2
+
+
+def stop_between(process: UnpicklerProcess, paths: list[Path]) -> None:
+    next(process.ask([Request("file", 0), Request("file", 1)], paths))
+
+
+def keep_an_answer_unread(process: UnpicklerProcess, paths: list[Path]) -> None:
+    OPEN.append(answers := process.ask([Request("file", 1), Request("file", 0)], paths))
+    next(answers)
+
+
+def end_process(process: UnpicklerProcess, paths: list[Path]) -> None:
+    finish_requests(process, paths)
+    child, _ = process._running
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+
+
+def fail_to_read(process: UnpicklerProcess, paths: list[Path]) -> None:
+    with pytest.raises(SourceError, match="is truncated or damaged"):
+        list(process.ask([Request("chunk", 0, 0, 10**6)], paths))
+
+
+OPEN: list[Any] = []  # generators that are not read to their end
+
+
+@pytest.mark.parametrize("before", [finish_requests, stop_between, keep_an_answer_unread, end_process, fail_to_read])
+def test_later_requests_have_their_own_answers(tmp_path, unpickling, before):
+    """Whatever happened to earlier ones; and the process ends with the block."""
+    paths = [tmp_path / "a.bin", tmp_path / "b.bin"]
+    for number, path in enumerate(paths):
+        torch.save({f"x{number}": made(number + 1)}, path)
+    before(unpickling, paths)
+    first = unpickling._running
+    for number in (1, 0):
+        (answer,) = unpickling.ask([Request("file", number)], paths)
+        assert answer["tensors"][0][0] == f"x{number}"
+    OPEN.clear()
+    (answer,) = unpickling.ask([Request("file", 0)], paths)
+    assert answer["tensors"][0][0] == "x0"
+    child, _ = unpickling._running
+    assert (first is not None and first.child is child) == (before is finish_requests)
+    unpickling.close()
+    assert child.returncode == -9
+
+
+def test_reason_of_a_crash_is_not_a_message_of_an_earlier_request(tmp_path, script):
+    paths = [tmp_path / "a.bin", tmp_path / "b.bin"]
+    for path in paths:
+        torch.save({}, path)
+    script(
+        'print("a warning", file=sys.stderr, flush=True)\n'
+        'print(json.dumps({"tensors": [], "left_out": []}), flush=True)\n'
+        "sys.stdin.readline()\nos.kill(os.getpid(), 9)"
+    )
+    with UnpicklerProcess() as process:
+        assert next(process.ask([Request("file", 0)], paths)) == {"tensors": [], "left_out": []}
+    with UnpicklerProcess() as process:
+        (_,), (answer,) = (list(process.ask([Request("file", number)], paths)) for number in (0, 1))
+    assert answer["problem"] == "its tensors cannot be listed (exit code -9)"
 
 
 def test_error_of_reading_is_raised(tmp_path, monkeypatch):

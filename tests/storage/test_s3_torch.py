@@ -96,7 +96,7 @@ def test_the_url_of_a_file_or_an_index(saved, tmp_path, name, file):
 
 @pytest.mark.parametrize(("name", "kind"), [("PyTorch", "file"), ("DCP", "chunk")])
 def test_a_file_that_changes_is_an_error(saved, s3, tmp_path, monkeypatch, name, kind):
-    url, list_tensors = saved(name), torch_files.Unpickling.run
+    url, list_tensors = saved(name), torch_files.UnpicklerProcess.run
 
     def run(child, requests, files):
         yield from list_tensors(child, requests, files)
@@ -105,7 +105,7 @@ def test_a_file_that_changes_is_an_error(saved, s3, tmp_path, monkeypatch, name,
             other = bytes(path.stat().st_size)
             s3.client.put_object(Bucket="bucket", Key=f"{tmp_path.name}/saved/{path.name}", Body=other)
 
-    monkeypatch.setattr(torch_files.Unpickling, "run", run)
+    monkeypatch.setattr(torch_files.UnpicklerProcess, "run", run)
     with pytest.raises(SourceError, match="changed while it was read"):
         shardconv.split(url, tmp_path / "split", tp=2)
 

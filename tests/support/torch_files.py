@@ -18,10 +18,10 @@ SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 def replace_after_listing(monkeypatch: pytest.MonkeyPatch, path: Path, other: bytes) -> None:
     """Replace a file, after its tensors are listed, by one of the same size and time of modification."""
     assert len(other) == path.stat().st_size
-    list_tensors = torch_files.Unpickling.run
+    list_tensors = torch_files.UnpicklerProcess.run
 
     def run(
-        child: torch_files.Unpickling, requests: Sequence[tuple[str, int, int, int]], files: InputFiles
+        child: torch_files.UnpicklerProcess, requests: Sequence[tuple[str, int, int, int]], files: InputFiles
     ) -> Iterator[dict[str, Any]]:
         yield from list_tensors(child, requests, files)
         if requests[0][0] == "file":
@@ -31,7 +31,7 @@ def replace_after_listing(monkeypatch: pytest.MonkeyPatch, path: Path, other: by
             os.utime(replacement, ns=(status.st_atime_ns, status.st_mtime_ns))
             replacement.rename(path)
 
-    monkeypatch.setattr(torch_files.Unpickling, "run", run)
+    monkeypatch.setattr(torch_files.UnpicklerProcess, "run", run)
 
 
 def write_pytorch(folder: Path, tensors: Mapping[str, torch.Tensor], *, parts: int = 1, **options: Any) -> Path:

@@ -16,7 +16,7 @@ from shardconv.checkpoint.sources.source import StoredTensors, file_tensor_name
 from shardconv.checkpoint.sources.transforms import Concatenation, Rows, Transform
 from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import TensorFile, num_bytes
-from shardconv.files.containers.torch_files import TorchChunk, Unpickling, list_metadata, read_torch_chunks
+from shardconv.files.containers.torch_files import TorchChunk, UnpicklerProcess, list_metadata, read_torch_chunks
 from shardconv.files.folder import AnyPath, is_portable_name
 from shardconv.files.input_files import file_states
 from shardconv.plan.placement import Interval, Placement
@@ -85,17 +85,17 @@ def read_dcp(folder: SourceFolder) -> tuple[dict[str, TensorSpec], StoredTensors
     Raises:
         SourceError: as :func:`list_dcp` and :func:`stored_tensors`.
     """
-    with Unpickling() as unpickling:
-        listed = list_dcp(unpickling, folder, _model_tensors)
+    with UnpicklerProcess() as process:
+        listed = list_dcp(process, folder, _model_tensors)
     specs = {name: spec for name, (spec, _) in listed.tensors.items()}
     return specs, stored_tensors(folder.path, listed), listed.left_out
 
 
-def list_dcp(unpickling: Unpickling, folder: SourceFolder, select: "Selector") -> ChunkedFiles:
+def list_dcp(process: UnpicklerProcess, folder: SourceFolder, select: "Selector") -> ChunkedFiles:
     """List the chunks of all tensors of the model.
 
     Args:
-        unpickling: lists the metadata and the chunks.
+        process: lists the metadata and the chunks.
         folder: the folder.
         select: selects the tensors.
 
@@ -105,7 +105,7 @@ def list_dcp(unpickling: Unpickling, folder: SourceFolder, select: "Selector") -
     """
     path = folder.weights_path / METADATA_NAME
     folder.check_link(f"{folder.inner}{METADATA_NAME}")
-    named, left_out = select(folder.path, _read_metadata(unpickling, path))
+    named, left_out = select(folder.path, _read_metadata(process, path))
     if (name := next((name for name, tensor in named.items() if not tensor.chunks), None)) is not None:
         raise SourceError(f"{path}: {name} does not have chunks: {_AGAIN}")
     names = sorted({chunk.file for tensor in named.values() for chunk in tensor.chunks})
@@ -114,15 +114,15 @@ def list_dcp(unpickling: Unpickling, folder: SourceFolder, select: "Selector") -
         TensorFile(path, state.size, {}, state=state)
         for path, state in zip(paths.values(), file_states(paths.values()), strict=True)
     )
-    return ChunkedFiles(files, _chunks(unpickling, files, named), left_out)
+    return ChunkedFiles(files, _chunks(process, files, named), left_out)
 
 
-def _read_metadata(unpickling: Unpickling, path: AnyPath) -> Metadata:
+def _read_metadata(process: UnpicklerProcess, path: AnyPath) -> Metadata:
     """Read the metadata; sizes, offsets and names of files that several chunks have are one object."""
     known: dict[Any, Any] = {}
     tensors: dict[str, ListedTensor] = {}
     others: list[str] = []
-    for line in list_metadata(unpickling, path):
+    for line in list_metadata(process, path):
         others += (".".join(keys) for keys in line.get("others", ()))
         for name, keys, shape, chunks in line.get("tensor", ()):
             listed = (
@@ -175,7 +175,9 @@ def _start(spec: TensorSpec, chunk: StoredChunk) -> int:
     return sum(offset * stride for offset, stride in zip(chunk.offsets, strides, strict=True))
 
 
-def _chunks(unpickling: Unpickling, files: Sequence[TensorFile], named: Mapping[str, ListedTensor]) -> ChunkedTensors:
+def _chunks(
+    process: UnpicklerProcess, files: Sequence[TensorFile], named: Mapping[str, ListedTensor]
+) -> ChunkedTensors:
     """Name to dtype and shape, and the chunks in the files, of each tensor.
 
     They are read in the order of the files, where the end of a chunk and the start of the next one are one request.
@@ -187,7 +189,7 @@ def _chunks(unpickling: Unpickling, files: Sequence[TensorFile], named: Mapping[
 
     wanted = [(name, tensor, chunk) for name, tensor in named.items() for chunk in tensor.chunks]
     wanted.sort(key=position)
-    found = read_torch_chunks(unpickling, files, [one for one, _ in groupby(wanted, position)])
+    found = read_torch_chunks(process, files, [one for one, _ in groupby(wanted, position)])
     tensors: dict[str, tuple[TensorSpec, list[StoredChunk]]] = {}
     listed = ((*one, info) for (_, same), info in zip(groupby(wanted, position), found, strict=True) for one in same)
     for name, tensor, chunk, info in listed:

@@ -22,7 +22,7 @@ from shardconv.checkpoint.sources.stored_tensors import read_values
 from shardconv.checkpoint.sources.transforms import UNTIE, Concatenation, Rows, Transform, TransformsOnUse, WithCopies
 from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import num_bytes
-from shardconv.files.containers.torch_files import Unpickling, list_arguments
+from shardconv.files.containers.torch_files import UnpicklerProcess, list_arguments
 from shardconv.files.folder import AnyPath
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.layouts import MEGATRON
@@ -143,9 +143,9 @@ def _find(folder: SourceFolder, rules: ChosenRules) -> _Found:
     check_unquantized(rules.config)
     sizes = known_sizes(rules.config)
     num_layers, is_legacy = sizes["num_hidden_layers"], METADATA_NAME not in folder.names
-    with Unpickling() as unpickling:
-        listed = list_ranks(folder, rules, num_layers) if is_legacy else list_dcp(unpickling, folder, _select)
-        unchecked = () if _check_arguments(unpickling, folder, sizes) else (_NO_ARGUMENTS,)
+    with UnpicklerProcess() as process:
+        listed = list_ranks(folder, rules, num_layers) if is_legacy else list_dcp(process, folder, _select)
+        unchecked = () if _check_arguments(process, folder, sizes) else (_NO_ARGUMENTS,)
     listed = listed._replace(left_out=(*listed.left_out, *unchecked))
     views = _views(listed, num_layers)
     has_head = is_legacy and bool(sizes.get("tie_word_embeddings")) and views.pop(HEAD, None) is not None
@@ -202,7 +202,7 @@ def check_unquantized(config: Mapping[str, object]) -> None:
         )
 
 
-def _check_arguments(unpickling: Unpickling, folder: SourceFolder, sizes: Mapping[str, Any]) -> bool:
+def _check_arguments(process: UnpicklerProcess, folder: SourceFolder, sizes: Mapping[str, Any]) -> bool:
     """Check that the arguments of the training program agree with the config; returns whether they are stored.
 
     Raises:
@@ -214,7 +214,7 @@ def _check_arguments(unpickling: Unpickling, folder: SourceFolder, sizes: Mappin
         return False
     folder.check_link(f"{folder.inner}{names[0]}")
     try:
-        arguments = list_arguments(unpickling, folder.weights_path / names[0])
+        arguments = list_arguments(process, folder.weights_path / names[0])
     except SourceError as error:
         raise SourceError(
             f"{error.message}, or move it to another folder, to read the weights without a comparison of its arguments "

@@ -14,7 +14,7 @@ import sys
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import cached_property
 from itertools import accumulate, islice
 from math import prod
@@ -71,7 +71,7 @@ def read_torch_files(paths: Sequence[AnyPath]) -> list[TensorFile]:
 
 
 def read_torch_chunks(
-    unpickling: "Unpickling", files: Sequence[TensorFile], chunks: Sequence[TorchChunk]
+    process: "UnpicklerProcess", files: Sequence[TensorFile], chunks: Sequence[TorchChunk]
 ) -> Iterator[TensorInfo]:
     """Yield the tensor in each range of bytes of these files.
 
@@ -83,7 +83,7 @@ def read_torch_chunks(
     firsts = _first_equal(files, chunks)
     asked = {number: chunks[number] for number in sorted(set(firsts))}
     requests = (Request("chunk", file, start, start + size) for file, start, size in asked.values())
-    answers = zip(asked.items(), unpickling.ask(requests, [file.path for file in files]), strict=True)
+    answers = zip(asked.items(), process.ask(requests, [file.path for file in files]), strict=True)
     found = {number: _in_chunk(files[chunk.file], chunk, answer) for (number, chunk), answer in answers}
     for (_, start, _), first in zip(chunks, firsts, strict=True):
         tensor = found[first]
@@ -100,24 +100,24 @@ def _in_chunk(file: TensorFile, chunk: TorchChunk, answer: Mapping[str, Any]) ->
 
 
 def list_metadata(
-    unpickling: "Unpickling", path: AnyPath
+    process: "UnpicklerProcess", path: AnyPath
 ) -> Iterator[Mapping[str, Any]]:  # Any: see unpickle.list_metadata
     """Yield the entries of the metadata of a checkpoint of torch.distributed.checkpoint, in several parts.
 
     Raises:
         SourceError: if the metadata is damaged, or asks for anything but its own classes.
     """
-    for answer in unpickling.ask([Request("metadata")], [path]):
+    for answer in process.ask([Request("metadata")], [path]):
         yield _checked_answer(path, answer)
 
 
-def list_arguments(unpickling: "Unpickling", path: AnyPath) -> Mapping[str, int]:
+def list_arguments(process: "UnpicklerProcess", path: AnyPath) -> Mapping[str, int]:
     """The integers among the arguments of the program that saved a file; none if it does not have arguments.
 
     Raises:
         SourceError: if the file is damaged.
     """
-    (answer,) = unpickling.ask([Request("arguments")], [path])
+    (answer,) = process.ask([Request("arguments")], [path])
     arguments: Mapping[str, int] = _checked_answer(path, answer)["arguments"]
     return arguments
 
@@ -140,8 +140,8 @@ def list_torch_files(paths: Sequence[AnyPath]) -> list[TensorFile | TorchProblem
         problems = list(pool.map(_problem_at_start, paths))
     readable = [path for path, problem in zip(paths, problems, strict=True) if not problem]
     requests = [Request("file", number) for number in range(len(readable))]
-    with Unpickling() as unpickling:
-        answers = iter([*unpickling.ask(requests, readable)])
+    with UnpicklerProcess() as process:
+        answers = iter([*process.ask(requests, readable)])
     return [
         problem or _checked(path, state.size, next(answers), state)
         for path, state, problem in zip(paths, states, problems, strict=True)
@@ -311,7 +311,7 @@ class Request(NamedTuple):
     stop: int = 0
 
 
-#: Requests to one child process.
+#: Maximum requests in a line for the child process.
 _NUM_REQUESTS = 4096
 #: The number of a file, a start and a stop.
 _Range = tuple[int, int, int]
@@ -321,22 +321,34 @@ _ALIGNMENT = 64
 _BLOCK_BYTES = 2**20
 
 
-class Unpickling:
-    """A child process that unpickles, started by the first request, and again after a crash.
+class _Running(NamedTuple):
+    """A child process, and the file of its messages."""
 
-    A context manager, at whose end the process ends.
+    child: "Popen[bytes]"
+    messages: IO[str]
+
+
+class UnpicklerProcess:
+    """A child process that unpickles. The first request starts it, and the next one after a crash starts it again.
+
+    A context manager that stops the process on exit.
     """
 
     def __init__(self) -> None:
-        self._child: Popen[bytes] | None = None
+        self._running: _Running | None = None
+        self._num_asked = 0  # requests without an answer
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._child is not None:
-            self._child.kill()
-            self._close(self._child)
+        self.close()
+
+    def close(self) -> None:
+        """Stop the process."""
+        if self._running is not None:
+            self._running.child.kill()
+            self._wait()
 
     def ask(self, requests: Iterable[Request], paths: Sequence[AnyPath]) -> Iterator[dict[str, Any]]:  # Any: JSON
         """Yield the answers to requests about these files."""
@@ -352,45 +364,59 @@ class Unpickling:
                             some = some[1:]
 
     def run(self, requests: Sequence[Request], files: InputFiles) -> Iterator[dict[str, Any]]:
-        """Yield the answers of one process. If it crashes, the last answer says so."""
-        child, done = self._child or self._start(), 0
-        assert child.stdin is not None
-        assert child.stdout is not None
+        """Yield the answers to requests. If the process crashes, the last answer reports it."""
+        running = self._ready()
+        stdin, stdout = running.child.stdin, running.child.stdout
+        assert stdin is not None
+        assert stdout is not None
+        self._num_asked = len(requests)
+        running.messages.truncate(0)  # of earlier requests
         try:
             with suppress(BrokenPipeError):  # it crashed
-                _send(child.stdin, [json.dumps(requests).encode(), b"\n"])
-                while done < len(requests) and (line := child.stdout.readline()).endswith(b"\n"):
+                _send(stdin, [json.dumps(requests).encode(), b"\n"])
+                while self._num_asked and (line := stdout.readline()).endswith(b"\n"):
                     answer = json.loads(line)
                     if (ranges := answer.get("ranges")) is not None:
-                        _send(child.stdin, _blocks(files, ranges))
+                        _send(stdin, _blocks(files, ranges))
                     else:
+                        self._num_asked -= "tensor" not in answer
                         yield answer
-                        done += "tensor" not in answer
         except BaseException:
-            self.__exit__()
+            if self._running is running:
+                self.close()
             raise
-        if done < len(requests):
-            reason = self._close(child)
-            if child.returncode == -signal.SIGPROF:
-                reason = f"that takes more than {max_seconds(requests[done].stop)} seconds of CPU time"
+        if self._num_asked:
+            reason = self._wait()
+            if running.child.returncode == -signal.SIGPROF:
+                reason = f"that takes more than {max_seconds(requests[-self._num_asked].stop)} seconds of CPU time"
+            self._num_asked = 0
             yield {"problem": f"its tensors cannot be listed ({reason})", "remedy": _DAMAGED}
 
-    def _start(self) -> "Popen[bytes]":
-        from subprocess import PIPE, Popen  # noqa: PLC0415 - slow; files that are written do not need them
-        from tempfile import TemporaryFile  # noqa: PLC0415
+    def _ready(self) -> _Running:
+        """The process, or a new one if it has ended or its answers were not read to the end."""
+        if self._running is not None and (self._num_asked or self._running.child.poll() is not None):
+            self.close()
+        if self._running is None:
+            from subprocess import PIPE, Popen  # noqa: PLC0415 - slow; files that are written do not need them
+            from tempfile import TemporaryFile  # noqa: PLC0415
 
-        command = [sys.executable, "-P", "-S", "-c", _RUN_SCRIPT, str(SCRIPT)]
-        self._errors = TemporaryFile("w+")  # noqa: SIM115 - closed with the process
-        self._child = Popen(command, stdin=PIPE, stdout=PIPE, stderr=self._errors)  # noqa: S603
-        return self._child
+            # without site-packages, which the script does not import
+            command = [sys.executable, "-P", "-S", "-c", _RUN_SCRIPT, str(SCRIPT)]
+            with ExitStack() as opened:
+                messages = opened.enter_context(TemporaryFile("a+"))
+                child = Popen(command, stdin=PIPE, stdout=PIPE, stderr=messages)  # noqa: S603
+                opened.pop_all()
+            self._running = _Running(child, messages)
+        return self._running
 
-    def _close(self, child: "Popen[bytes]") -> str:
-        """Wait until the process ends; returns the last line of its messages."""
-        self._child = None
-        with self._errors:
+    def _wait(self) -> str:
+        """Wait until the process ends, and return the last line of its messages, or else its exit code."""
+        assert self._running is not None
+        (child, messages), self._running = self._running, None
+        with messages:
             child.communicate()
-            self._errors.seek(0)
-            return (self._errors.read().strip().splitlines() or [f"exit code {child.returncode}"])[-1]
+            messages.seek(0)
+            return (messages.read().strip().splitlines() or [f"exit code {child.returncode}"])[-1]
 
 
 def _send(pipe: IO[bytes], blocks: Iterable[bytes | bytearray]) -> None:

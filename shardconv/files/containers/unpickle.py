@@ -791,11 +791,13 @@ def max_seconds(size: int) -> int:
 def answer(name: str, file: File) -> Listed:
     """The result of a request, or its error. The signal SIGPROF ends the process after :func:`max_seconds`."""
     signal.setitimer(signal.ITIMER_PROF, max_seconds(file.size))
+    _SHARED.clear()
     try:
         yield from LISTS[name](file)
     except Exception as error:  # noqa: BLE001 - an unpickler raises any error for a damaged pickle
         refused = refusal(error)
         yield {"problem": str(refused), "remedy": refused.remedy}
+    signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def answers(requests: list[tuple[str, int, int, int]]) -> Listed:
