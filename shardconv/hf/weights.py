@@ -31,45 +31,59 @@ _REPORTING = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
 def load_shards(
     model_class: ModelClass,
-    tensors: dict[str, Tensor],
+    read: Callable[[], dict[str, Tensor]],
     convert: Callable[[nn.Module], nn.Module],
     folder: AnyPath,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str,
     unused: Sequence[str] = (),
 ) -> PretrainedModel:
     """Build a model on the meta device, convert it, and load a rank's tensors into it.
 
     Args:
         model_class: the class and its config.
-        tensors: name on disk to shard.
+        read: returns name on disk to shard; called after the conversion.
         convert: converts the model in place, before its tensors are loaded.
         folder: the split checkpoint, for messages and ``generation_config.json``.
-        dtype: of the parameters; by default as they are stored.
+        dtype: of the parameters; "auto" for the dtype of the config.
         unused: patterns of tensors that the model need not use.
 
     Raises:
         RunError: if the model cannot be built, or its parameters do not match the tensors.
     """
-    kind = model_class.kind
+    kind, usual_dtype = model_class.kind, torch.get_default_dtype()
+    tensors: dict[str, Tensor] = {}
 
     def build(self: PretrainedModel, *arguments: Any, **options: Any) -> None:
         kind.__init__(self, *arguments, **options)
         self.__class__ = kind  # the conversion may change it
         convert(self)
+        with torch.device("cpu"), _default_dtype(usual_dtype):  # models are built on the meta device, in their dtype
+            tensors.update(read())
 
     model: PretrainedModel
     converted = new_class(kind, (kind,), {"__init__": build})
     try:
         with permute_local_heads():
             model, report = converted.from_pretrained(
-                None, config=model_class.config, state_dict=tensors, dtype=dtype or "auto", **_REPORTING
+                None, config=model_class.config, state_dict=tensors, dtype=dtype, **_REPORTING
             )
     except (AttributeError, KeyError, TypeError) as error:
         raise RunError(f"{folder}: a {kind.__name__} cannot be built from config.json: {one_line(error)}") from error
     check_report(report, kind.__name__, folder, unused)
     _read_generation_config(model, folder)
     return model
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Within this block, new floating-point tensors have this dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _read_generation_config(model: PretrainedModel, folder: AnyPath) -> None:

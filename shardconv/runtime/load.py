@@ -1,13 +1,15 @@
 """Load checkpoints: each rank builds the model on the meta device, converts it, and loads its own shards.
 
 Owns the order of these steps. The model class is from transformers, as is the mapping of names on disk to names in
-memory; the conversion takes place after the model is built and before its tensors are loaded. A caller may build a
-module of another class: its constructor also computes the values of buffers that are not stored.
+memory; the conversion takes place after the model is built and before its tensors are loaded. Meanwhile the rank's
+local files are verified. A caller may build a module of another class: its constructor also computes the values of
+buffers that are not stored.
 """
 
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Unpack
@@ -21,10 +23,11 @@ from shardconv.checkpoint.operations.pipeline import on_pipelines
 from shardconv.checkpoint.sources.planning import PlanOptions, StrPath
 from shardconv.checkpoint.split.loadable import Loadable, open_loadable, placements_in_memory, runnable_plan
 from shardconv.checkpoint.split.manifest_file import comparable
+from shardconv.checkpoint.split.rank_reader import RankReader
 from shardconv.convert.converted_model import ConvertedModel, extend_model_class
 from shardconv.convert.model import convert_with_request
 from shardconv.distributed import Axis, GroupLike
-from shardconv.distributed.agreement import check_same, run_on_all
+from shardconv.distributed.agreement import attempt, check_same, run_on_all
 from shardconv.distributed.devices import Device
 from shardconv.files.folder import REMOTE_VERSIONS, AnyPath, remote_versions
 from shardconv.files.paths import SourcePath, local_path, open_path
@@ -40,7 +43,7 @@ from shardconv.runtime.device import as_torch_dtype, check_room, move, num_bytes
 from shardconv.runtime.model_stage import check_runs, connect_stage, keep_stage, needed_tensors, refuse_parts
 from shardconv.runtime.pipeline import load_pipeline
 from shardconv.runtime.rank_adapter import RankAdapter
-from shardconv.runtime.rank_tensors import Dequantizer, read_tensors, refuse_quantized
+from shardconv.runtime.rank_tensors import DTYPES, Dequantizer, read_tensors, refuse_quantized
 from shardconv.runtime.ranks import Ranks, connect_ranks, find_model_class
 from shardconv.support import Progress
 from shardconv.support.arguments import checked
@@ -144,9 +147,9 @@ def load(
     if adapter is not None:
         applied = _open_adapter(adapter, checkpoint, ranks.all, dtype, verify=verify)
     loading = _Loading(checkpoint, plan, ranks, found_device, dtype, dequantizer, applied)
-    steps = loading.steps(progress, verify=verify)
-    tensors = on_all(partial(loading.read_tensors, steps, verify=verify))
-    loaded = on_all(partial(loading.fill, build, tensors, steps.get("move")))
+    with ExitStack() as opened:
+        reader = on_all(lambda: opened.enter_context(loading.open(verify=verify)))
+        loaded = on_all(partial(loading.fill, build, reader, loading.steps(progress, verify=verify)))
     if plan.assumed and ranks.all.rank == 0:
         warnings.warn(f"{place!s}: {'; '.join(plan.assumed)}", PlanWarning, stacklevel=2)
     for module in loaded.modules():
@@ -173,8 +176,10 @@ def _refuse_with_stages(path: AnyPath, plan: Plan, model: object) -> None:
         )
 
 
+#: Reads the tensors that the model of this rank has in memory; called after the conversion.
+_Read = Callable[[], dict[str, Tensor]]
 #: Builds a model with the tensors of this rank.
-_Build = Callable[["_Loading", dict[str, Tensor]], nn.Module]
+_Build = Callable[["_Loading", _Read], nn.Module]
 
 
 def _builder(
@@ -252,14 +257,17 @@ class _Loading:
         names = [name for name, is_taken in taken.items() if is_taken]
         return {name: partial(_report_step, progress, at, len(names), total) for at, name in enumerate(names)}
 
-    def read_tensors(self, steps: _Steps, *, verify: bool) -> dict[str, Tensor]:
-        """Verify the rank's file if asked, and return the tensors that the model has in memory."""
-        manifest, rank = self.checkpoint.manifest, self.ranks.all.rank % self.plan.ranks_per_stage
-        names = self._needed(manifest.plan.tensors)
+    def open(self, *, verify: bool) -> RankReader:
+        """Open the rank's files; with ``verify``, start to verify them in background threads."""
+        names = self._needed(self.checkpoint.manifest.plan.tensors)
         if self.adapter is not None:
-            names |= self.adapter.replaced(manifest.plan)
+            names |= self.adapter.replaced(self.checkpoint.manifest.plan)
         self._check_room(names)
-        reader = self.checkpoint.reader(self.ranks.all.rank, verify=verify, names=names)
+        return self.checkpoint.reader(self.ranks.all.rank, verify=verify, names=names)
+
+    def read_tensors(self, reader: RankReader, steps: _Steps) -> dict[str, Tensor]:
+        """Wait for the verification of the rank's file, and return the tensors that the model has in memory."""
+        manifest, rank = self.checkpoint.manifest, self.ranks.all.rank % self.plan.ranks_per_stage
         tensors = read_tensors(reader, steps.get("read"))
         if self.dequantizer is not None:
             tensors = self.dequantizer.dequantize(tensors, steps.get("dequantize"))
@@ -292,35 +300,51 @@ class _Loading:
         fetched = self.checkpoint.fetched_bytes(rank)
         check_room(self.device, values, dtype, manifest.tp, copied=copied, fetched=fetched)
 
-    def fill(self, build: _Build, tensors: dict[str, Tensor], progress: Progress | None) -> nn.Module:
+    def fill(self, build: _Build, reader: RankReader, steps: _Steps) -> nn.Module:
         """Build the model with the tensors, and move it to the device."""
-        model = build(self, tensors)
+
+        def read() -> dict[str, Tensor]:
+            results, problem = attempt(partial(self.read_tensors, reader, steps))
+            if problem is not None:  # not an error of the model's class
+                raise problem
+            return results[0]
+
+        model = build(self, read)
         if self.adapter is not None:
             self.adapter.attach(model, self.ranks.tensor, self.plan.rules)
         if self.ranks.pipeline is not None:
             connect_stage(model, self.plan, self.ranks.pipeline)
         if self.device.type != "cpu":
-            move(model, self.device, progress)
+            move(model, self.device, steps.get("move"))
         return model
 
-    def build_from(self, tensors: dict[str, Tensor], make: Callable[[], nn.Module]) -> nn.Module:
+    def build_from(self, read: _Read, make: Callable[[], nn.Module]) -> nn.Module:
         """Build the module of the caller, convert it, and load the tensors into it."""
-        return build_by_caller(make, self._convert, tensors, self.dtype)
+        return build_by_caller(make, self._convert, read, self.dtype)
 
-    def build_of(self, tensors: dict[str, Tensor], kind: ModelClass, unused: Sequence[str]) -> nn.Module:
+    def build_of(self, read: _Read, kind: ModelClass, unused: Sequence[str]) -> nn.Module:
         """Build a model of a class of transformers or diffusers, convert it, and load the tensors into it."""
         folder = self.checkpoint.folder
         if isinstance(kind.config, DiffusersConfig):
             make = partial(from_config, *kind)
             with torch.device("meta"):
                 built = self._convert(make())
-            return fill(built, make, known_tensors(built, tensors, folder, dtype=self.dtype, unused=unused))
-        model: nn.Module = load_shards(kind, tensors, self._convert, folder, dtype=self.dtype, unused=unused)
+            return fill(built, make, known_tensors(built, read(), folder, dtype=self.dtype, unused=unused))
+        dtype = self.dtype or ("auto" if getattr(kind.config, "dtype", None) else self._stored_dtype())
+        model: nn.Module = load_shards(kind, read, self._convert, folder, dtype=dtype, unused=unused)
         extend_model_class(model, self.ranks.tensor, self.ranks.all)
         if isinstance(model, ConvertedModel) and self.ranks.pipeline is not None:
             model.pipeline = self.ranks.pipeline
             refuse_parts(model)
         return model
+
+    def _stored_dtype(self) -> torch.dtype:
+        """The dtype of the first floating-point tensor, for a config without a dtype."""
+        if self.dequantizer is not None:
+            return self.dequantizer.dtype
+        found = (DTYPES[spec.dtype] for spec in self.checkpoint.manifest.tensors.values() if spec.dtype in DTYPES)
+        usual = (dtype for dtype in found if dtype.is_floating_point and dtype.itemsize > 1)
+        return next(usual, torch.get_default_dtype())
 
     def _convert(self, model: nn.Module) -> nn.Module:
         if self.ranks.pipeline is not None:
@@ -350,7 +374,7 @@ def check_builder(model: object) -> None:
 def build_by_caller(
     make: Callable[[], nn.Module],
     convert: Callable[[nn.Module], nn.Module],
-    tensors: dict[str, Tensor],
+    read: _Read,
     dtype: torch.dtype | None,
 ) -> nn.Module:
     """Build, convert and fill the caller's module.
@@ -358,7 +382,7 @@ def build_by_caller(
     Args:
         make: builds the module.
         convert: converts it in place, and returns it.
-        tensors: the stored tensors, by name.
+        read: returns the stored tensors, by name.
         dtype: dtype of floating-point values; None as they are stored.
 
     Raises:
@@ -366,6 +390,7 @@ def build_by_caller(
     """
     with torch.device("meta"):
         model = convert(make())
+    tensors = read()
     if dtype is not None:
         tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     return fill(model, make, tensors)

@@ -52,7 +52,7 @@ def test_another_argument_is_refused(model, message):
 
 def test_tensors_that_are_not_stored_have_the_values_of_the_constructor():
     unsharded = Scaled()
-    built = build_by_caller(Scaled, unchanged, dict(unsharded.state_dict()), None)
+    built = build_by_caller(Scaled, unchanged, partial(dict, unsharded.state_dict()), None)
     x = torch.randn(3, 4)
     assert torch.equal(built(x), unsharded(x))
     assert torch.equal(built.again, unsharded.again)
@@ -61,14 +61,14 @@ def test_tensors_that_are_not_stored_have_the_values_of_the_constructor():
 
 def test_constructor_does_not_change_the_random_state_and_keeps_no_hook():
     tensors, state = dict(Scaled().state_dict()), torch.get_rng_state()
-    build_by_caller(Scaled, unchanged, tensors, None)
+    build_by_caller(Scaled, unchanged, lambda: tensors, None)
     assert torch.equal(torch.get_rng_state(), state)
     assert not nn.Linear(2, 2).weight.is_meta
 
 
 def test_random_buffer_that_is_not_stored_is_an_error():
     with pytest.raises(RunError, match=r"^scale, again: is not in any file, and __init__ does not compute the"):
-        build_by_caller(partial(Scaled, is_random=True), unchanged, dict(Scaled().state_dict()), None)
+        build_by_caller(partial(Scaled, is_random=True), unchanged, partial(dict, Scaled().state_dict()), None)
 
 
 def test_modules_of_other_threads_keep_their_device():
@@ -80,6 +80,6 @@ def test_modules_of_other_threads_keep_their_device():
             others.append(pool.submit(nn.Linear, 2, 2).result())
         return Scaled()
 
-    build_by_caller(build, unchanged, dict(Scaled().state_dict()), None)
+    build_by_caller(build, unchanged, partial(dict, Scaled().state_dict()), None)
     assert len(others) == 3
     assert not any(other.weight.is_meta for other in others)

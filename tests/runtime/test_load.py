@@ -15,8 +15,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import shardconv
+from shardconv.checkpoint.split.rank_reader import _StripeChecks
 from shardconv.layouts.layout import NATIVE
-from shardconv.support.errors import UsageError
+from shardconv.support.errors import RunError, UsageError
 from tests.support.damage import flip
 from tests.support.loading import NAMES, TP, check_fails, check_logits, inputs_of, source_and_split
 from tests.support.matrix import cases
@@ -210,6 +211,43 @@ def check_verified(axis, split, is_right):
     else:
         check_fails(axis, split, ["^.*rank-0-of-2.* differ from their checksum", "^rank 0: "])
         shardconv.load(split, device="cpu", group=axis, verify=False)
+
+
+@on_ranks("pair")
+def test_the_file_is_checked_while_the_model_is_built(axis, split):
+    """Check that all checksums are compared before the conversion ends, without a read of any tensor."""
+    module, started = sys.modules["shardconv.runtime.load"], []
+    start, convert = _StripeChecks.start, module.convert_with_request
+
+    def convert_later(model, *arguments, **options):
+        (checks,) = started
+        checks.wait()
+        return convert(model, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_StripeChecks, "start", lambda checks: (started.append(checks), start(checks)))
+        patch.setattr(module, "convert_with_request", convert_later)
+        shardconv.load(split, device="cpu", group=axis)
+
+
+@on_ranks("pair")
+def test_error_of_a_progress_callback_is_not_one_of_the_config(axis, split):
+    def progress(*_) -> None:
+        raise TypeError("of the caller")
+
+    with pytest.raises(RunError, match=r"TypeError: of the caller"):
+        shardconv.load(split, device="cpu", group=axis, progress=progress)
+
+
+def check_dtype(axis, split) -> None:
+    assert shardconv.load(split, device="cpu", group=axis).dtype == torch.bfloat16
+
+
+def test_model_whose_config_has_no_dtype_has_the_dtype_of_its_tensors(ranks, tmp_path):
+    MODELS["qwen2"].build().to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    change_config(tmp_path / "source", {"dtype": None})
+    shardconv.split(tmp_path / "source", tmp_path / "split", tp=2)
+    ranks("pair", check_dtype, tmp_path / "split")
 
 
 def test_contents_are_checked_unless_verify_is_false(ranks, damaged):
