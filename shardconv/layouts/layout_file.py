@@ -53,6 +53,7 @@ class GroupTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         settings: further arguments, to the config fields that have their values.
         absent: config fields that must not be set.
         implied: source tensors of ``hidden_size`` elements that no checkpoint has, to the value of all elements.
+        dense: config fields that say which layers do not have experts.
     """
 
     tensors: dict[str, RuleTable | tuple[str, ...]] = {}
@@ -69,6 +70,7 @@ class GroupTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     settings: dict[str, str] = {}
     absent: tuple[str, ...] = ()
     implied: dict[str, float] = {}
+    dense: tuple[str, ...] = ()
 
     @cached_property
     def rules(self) -> tuple[LayoutRule, ...]:

@@ -366,7 +366,8 @@ def check_needed(chosen: ChosenRules, names: Collection[str], layers: Sequence[i
         PlanError: if one is missing.
     """
     targets = {rule.target for rule in chosen.rules}
-    for text in (text for group in chosen.groups for text in group.needs):
+    stated = (rule.target.text for rule in chosen.rules if rule.options.when)
+    for text in chain((text for group in chosen.groups for text in group.needs), stated):
         patterns = [pattern for pattern in parse_patterns([text]) if pattern in targets]
         for layer in layers if "*" in text and patterns else layers[: min(len(patterns), 1)]:
             expected = [pattern.name(Match((str(layer),))) for pattern in patterns]

@@ -637,14 +637,34 @@ def test_a_shape_that_contradicts_the_order_of_elements(source_of, tmp_path):
             "num_attention_heads is 4 in the config",
         ),
         ({"vocab_size": 200}, "vocab_size is 200 in the config (expected 250 by common.pt)"),
+        ({"rms_norm_eps": 0.5}, "rms_norm_eps is 0.5 in the config (expected 1e-06 by common.pt)"),
+        ({"rope_parameters": {"rope_theta": 5}}, "rope_theta is 5 in the config (expected 10000"),
     ],
 )
 def test_a_config_that_contradicts_the_arguments(written, tmp_path, fields, text):
-    folder = tmp_path / "megatron"
-    shutil.copytree(written("llama"), folder)
+    check_contradiction(written("llama"), tmp_path / "megatron", fields, text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "text"),
+    [
+        ("qwen3_moe", {"attention_bias": True}, "linear_qkv.bias is missing (expected by the config"),
+        ("qwen3_moe", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3 in the config (expected 2 by common.pt)"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "layer 0 has experts (expected an MLP by mlp_only_layers, decoder_"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "layer 0 has experts (expected an MLP by "),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "of the config are not valid (got "),
+        ("deepseek_v3", {"first_k_dense_replace": 0}, "layer 0 has an MLP (expected experts by first_k_dense_replace"),
+    ],
+)
+def test_experts_that_contradict_the_config(written, tmp_path, kind, fields, text):
+    check_contradiction(written(kind), tmp_path / "megatron", fields, text)
+
+
+def check_contradiction(source: Path, folder: Path, fields: dict[str, object], text: str) -> None:
+    shutil.copytree(source, folder)
     change_config(folder, fields)
     with pytest.raises(SourceError) as caught:
-        shardconv.merge(folder, tmp_path / "merged")
+        shardconv.merge(folder, folder.parent / "merged")
     assert text in str(caught.value)
 
 

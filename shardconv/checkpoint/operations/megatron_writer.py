@@ -16,7 +16,13 @@ from shardconv.checkpoint.operations.foreign_writer import ForeignFiles
 from shardconv.checkpoint.output.job import Job
 from shardconv.checkpoint.sources.layout_files import FOLDER, LATEST_NAME
 from shardconv.checkpoint.sources.megatron_ranks import EMBEDDING
-from shardconv.checkpoint.sources.megatron_source import COMMON_NAME, SIZES, check_unquantized, known_sizes
+from shardconv.checkpoint.sources.megatron_source import (
+    ARGUMENTS,
+    COMMON_NAME,
+    check_unquantized,
+    known_sizes,
+    rotary_arguments,
+)
 from shardconv.checkpoint.sources.planning import PlannedSource, changed_options
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.transforms import Concatenation, Transform, WithCopies
@@ -336,7 +342,6 @@ def _extra_states(tensors: Mapping[str, TensorSpec], options: MegatronLayout) ->
 #: Further arguments of Megatron-LM with the value of a config field.
 _SETTINGS = {
     "ffn_hidden_size": "intermediate_size", "max_position_embeddings": "max_position_embeddings",
-    "norm_epsilon": "rms_norm_eps",
 }  # fmt: skip
 #: Arguments that are true if a layer has a tensor whose name ends with one of these.
 _BY_TENSOR = {
@@ -346,8 +351,6 @@ _BY_TENSOR = {
     "moe_shared_expert_gate": ("shared_experts.gate_weight",),
 }  # fmt: skip
 _EXPERTS, _SHARED = "experts.experts.linear_fc1.weight", "shared_experts.linear_fc2.weight"
-#: Arguments for rotary embeddings to fields of the config.
-_ROTARY = {"rotary_base": "rope_theta", "rotary_percent": "partial_rotary_factor"}
 #: Version of the state dict in ``common.pt``.
 _CHECKPOINT_VERSION = 3.0
 
@@ -375,7 +378,7 @@ def _arguments(rules: ChosenRules, tensors: Mapping[str, TensorSpec]) -> dict[st
     """The arguments of Megatron-LM that follow from the config, the tensors and the kinds of modules."""
     config, groups = known_sizes(rules.config), rules.groups
     layers = range(config["num_hidden_layers"])
-    settings = SIZES | _SETTINGS | {name: field for group in groups for name, field in group.settings.items()}
+    settings = ARGUMENTS | _SETTINGS | {name: field for group in groups for name, field in group.settings.items()}
     found = {name: config[field] for name, field in settings.items() if field in config}
     found |= {name: any(tensor.endswith(end) for tensor in tensors) for name, end in _BY_TENSOR.items()}
     found |= {name: value for group in groups for name, value in group.args.items()}
@@ -388,20 +391,8 @@ def _arguments(rules: ChosenRules, tensors: Mapping[str, TensorSpec]) -> dict[st
             "moe_shared_expert_intermediate_size": next(shared, None),
         }  # fmt: skip
     found["mtp_num_layers"] = len({name.split(".")[2] for name in tensors if name.startswith("mtp.layers.")}) or None
-    return found | _rotary(config) | {
+    return found | rotary_arguments(config) | {
         "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "no_save_optim": True, "no_save_rng": True,
         "group_query_attention": config["num_key_value_heads"] != config["num_attention_heads"],
         "untie_embeddings_and_output_weights": not config["tie_word_embeddings"],
     }  # fmt: skip
-
-
-def _rotary(config: Mapping[str, object]) -> dict[str, object]:
-    """The arguments for rotary embeddings that the config states, unless they are scaled, or differ between layers."""
-    held = config.get("rope_parameters") or config.get("rope_scaling")
-    stated = held if isinstance(held, dict) else {}
-    is_plain = stated.get("rope_type", stated.get("type", "default")) == "default"
-    if not is_plain or any(isinstance(value, dict) for value in stated.values()):
-        return {}
-    fields = {**config, **stated}
-    found = {name: fields[field] for name, field in _ROTARY.items() if fields.get(field) is not None}
-    return {"position_embedding_type": "rope", **found}

@@ -1,6 +1,6 @@
 """Checkpoints of Megatron-Core as a source: the tensors of a Hugging Face checkpoint as rows of GPTModel's tensors."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -45,13 +45,18 @@ from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.support.errors import IntegrityError, PlanError, SourceError, option
 
 _COPY_CONFIG = "copy it into the folder, or pass the config of the Hugging Face checkpoint"
-#: The file with arguments of the training program, and the arguments that have the value of a config field.
+#: The file with arguments of the training program, and the arguments that have the value of a config field; those for
+#: rotary embeddings are apart, as their fields may be in a table.
 COMMON_NAME = "common.pt"
 _NO_ARGUMENTS = "arguments to compare the config with"
-SIZES = {
+ARGUMENTS = {
     "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads",
     "num_query_groups": "num_key_value_heads", "kv_channels": "head_dim", "vocab_size": "vocab_size",
+    "norm_epsilon": "rms_norm_eps",
 }  # fmt: skip
+_ROTARY = {"rotary_base": "rope_theta", "rotary_percent": "partial_rotary_factor"}
+#: The config fields that say which layers do not have experts, and their usual values.
+_DENSE = {"first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1}
 
 
 def known_sizes(config: Mapping[str, object]) -> dict[str, Any]:
@@ -65,6 +70,18 @@ def known_sizes(config: Mapping[str, object]) -> dict[str, Any]:
     positive(config, "num_hidden_layers")
     sizes = {"num_key_value_heads": heads, "head_dim": positive(config, "hidden_size") // heads} | stated
     return {**sizes, "num_attention_heads * head_dim": heads * positive(sizes, "head_dim")}
+
+
+def rotary_arguments(config: Mapping[str, object]) -> dict[str, object]:
+    """The arguments for rotary embeddings that the config states, unless they are scaled, or differ between layers."""
+    held = config.get("rope_parameters") or config.get("rope_scaling")
+    stated = held if isinstance(held, dict) else {}
+    is_plain = stated.get("rope_type", stated.get("type", "default")) == "default"
+    if not is_plain or any(isinstance(value, dict) for value in stated.values()):
+        return {}
+    fields = {**config, **stated}
+    found = {name: fields[field] for name, field in _ROTARY.items() if fields.get(field) is not None}
+    return {"position_embedding_type": "rope", **found}
 
 
 class _View(NamedTuple):
@@ -145,7 +162,7 @@ def _find(folder: SourceFolder, rules: ChosenRules) -> _Found:
     num_layers, is_legacy = sizes["num_hidden_layers"], METADATA_NAME not in folder.names
     with UnpicklerProcess() as process:
         listed = list_ranks(folder, rules, num_layers) if is_legacy else list_dcp(process, folder, _select)
-        unchecked = () if _check_arguments(process, folder, sizes) else (_NO_ARGUMENTS,)
+        unchecked = () if _check_arguments(process, folder, rules, sizes) else (_NO_ARGUMENTS,)
     listed = listed._replace(left_out=(*listed.left_out, *unchecked))
     views = _views(listed, num_layers)
     has_head = is_legacy and bool(sizes.get("tie_word_embeddings")) and views.pop(HEAD, None) is not None
@@ -202,7 +219,9 @@ def check_unquantized(config: Mapping[str, object]) -> None:
         )
 
 
-def _check_arguments(process: UnpicklerProcess, folder: SourceFolder, sizes: Mapping[str, Any]) -> bool:
+def _check_arguments(
+    process: UnpicklerProcess, folder: SourceFolder, rules: ChosenRules, sizes: Mapping[str, Any]
+) -> bool:
     """Check that the arguments of the training program agree with the config; returns whether they are stored.
 
     Raises:
@@ -220,11 +239,13 @@ def _check_arguments(process: UnpicklerProcess, folder: SourceFolder, sizes: Map
             f"{error.message}, or move it to another folder, to read the weights without a comparison of its arguments "
             "with the config"
         ) from error
-    for name, field in SIZES.items():
+    fields = ARGUMENTS | {name: field for group in rules.groups for name, field in group.settings.items()}
+    stated = {name: sizes[field] for name, field in fields.items() if field in sizes} | rotary_arguments(sizes)
+    for name, field in (fields | _ROTARY).items():
         is_used = name != "num_query_groups" or arguments.get("group_query_attention")
-        if name in arguments and is_used and field in sizes and arguments[name] != sizes[field]:
-            raise PlanError(f"{field} is {sizes[field]} in the config (expected {arguments[name]} by {names[0]})")
-    return not SIZES.keys().isdisjoint(arguments)
+        if name in arguments and is_used and arguments[name] != (value := stated.get(name, arguments[name])):
+            raise PlanError(f"{field} is {value} in the config (expected {arguments[name]} by {names[0]})")
+    return not ARGUMENTS.keys().isdisjoint(arguments)
 
 
 def _check_constants(
@@ -276,9 +297,33 @@ def _check(
     names, num_layers = {tensor.name for tensor in held.tensors.values()}, sizes["num_hidden_layers"]
     check_layers((name for name in names if split_layer(name, num_layers)), sizes)
     check_needed(rules, names, [*range(num_layers), *mtp_layers(names, num_layers)])
+    _check_experts(names, rules, sizes)
     eh_projs = (f"decoder.layers.{layer}.eh_proj.weight" for layer in range(num_layers))
     if (wrong := next((name for name in eh_projs if name in names), None)) is not None:
         raise PlanError(f"{wrong} is of an MTP layer (expected none among the layers, num_hidden_layers {num_layers})")
+
+
+def _check_experts(names: Collection[str], rules: ChosenRules, config: Mapping[str, Any]) -> None:
+    """Check that the layers with experts are those of the config, if it states them.
+
+    Raises:
+        PlanError: if a layer is not, or a field is not valid.
+    """
+    fields = chain.from_iterable(group.dense for group in rules.groups)
+    stated = {field: config[field] for field in fields if config.get(field) is not None}
+    layers = range(config["num_hidden_layers"])
+    held = {layer for layer in layers if f"decoder.layers.{layer}.mlp.experts.experts.linear_fc1.weight" in names}
+    if not held or not stated:
+        return
+    first, dense, step = (_DENSE | stated).values()
+    if type(first) is not int or not isinstance(dense, list) or type(step) is not int or step < 1:
+        raise PlanError(
+            f"{', '.join(stated)} of the config are not valid (got {', '.join(map(repr, stated.values()))})"
+        )
+    expected = {layer for layer in layers if layer >= first and layer not in dense and not (layer + 1) % step}
+    for layer in sorted(held ^ expected):
+        has, other = ("experts", "an MLP") if layer in held else ("an MLP", "experts")
+        raise PlanError(f"layer {layer} has {has} (expected {other} by {', '.join(stated)} of the config)")
 
 
 def _select(_: AnyPath, listed: Metadata) -> tuple[dict[str, ListedTensor], tuple[str, ...]]:

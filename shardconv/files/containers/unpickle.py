@@ -673,14 +673,14 @@ def list_chunk(file: File) -> Listed:
 
 
 def list_arguments(file: File) -> Listed:
-    """List the integers among the arguments of the program that saved a file, its entry ``args``; errors as above.
+    """List the numbers among the arguments of the program that saved a file, its entry ``args``; errors as above.
 
     Its other objects do not matter, whatever their classes are.
     """
     loaded = read_zip(file, AnyRecord)[0]
     found = loaded.get("args") if isinstance(loaded, dict) else None
     items = found.items() if isinstance(found, Record) else ()
-    numbers = ((name, value) for name, value in items if isinstance(name, str) and isinstance(value, int))
+    numbers = ((name, value) for name, value in items if isinstance(name, str) and isinstance(value, int | float))
     yield {"arguments": {name: value for name, value in numbers if abs(value) < 2**63}}
 
 
