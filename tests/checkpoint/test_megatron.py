@@ -668,6 +668,14 @@ def check_contradiction(source: Path, folder: Path, fields: dict[str, object], t
     assert text in str(caught.value)
 
 
+@pytest.mark.parametrize("operation", [shardconv.merge, partial(shardconv.split, tp=2)])
+def test_iterations_without_the_name_of_the_last_one(written, tmp_path, operation):
+    folder = shutil.copytree(written("llama"), tmp_path / "megatron")
+    (folder / "latest_checkpointed_iteration.txt").unlink()
+    with pytest.raises(SourceError, match=r"iteration\.txt: is missing: copy it, or pass .*megatron.release$"):
+        operation(folder, tmp_path / "out")
+
+
 class Items(list):
     """A list whose class is not Python's."""
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME
 from shardconv.checkpoint.sources.folder_files import SourceFolder
 from shardconv.files import containers
+from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import TensorFile, read_header
 from shardconv.files.folder import AnyPath, read_text
 from shardconv.files.weight_formats import PYTORCH, SOURCE_FORMATS, is_index, is_trainer_state, is_weights
@@ -49,9 +50,10 @@ def with_iteration(folder: SourceFolder) -> SourceFolder:
     """The folder, with the weights of its last iteration, if it has iterations of Megatron-Core.
 
     Raises:
-        SourceError: if the last iteration is not there.
+        SourceError: if the last iteration, or the file with its name, is not there.
     """
     if LATEST_NAME not in folder.names:
+        _refuse_iterations(folder)
         return folder
     latest = read_text(folder.path / LATEST_NAME).strip()
     name = f"iter_{latest:0>7}" if latest.isdecimal() else latest
@@ -66,6 +68,13 @@ def with_iteration(folder: SourceFolder) -> SourceFolder:
     kept = {one: path for one, path in folder.kept.items() if one not in others and one != LATEST_NAME}
     left_out = folder.left_out | others | {LATEST_NAME: "names the iteration"}
     return replace(folder, kept=kept, left_out=left_out, inner=inner)
+
+
+def _refuse_iterations(folder: SourceFolder) -> None:
+    """Refuse a folder that has iterations as its only weights, and not the name of the last one."""
+    names = {one.partition("/")[0] for one in folder.kept if one.endswith(f"/{METADATA_NAME}")}
+    if (found := sorted(filter(_ITERATION.fullmatch, names))) and not any(map(is_weights, folder.names)):
+        raise SourceError(f"{folder.path / LATEST_NAME}: is missing: copy it, or pass {folder.path / found[-1]}")
 
 
 def find_layout(folder: SourceFolder, asked: str | None) -> LayoutFile | None:
