@@ -6,6 +6,7 @@ files), ``warning`` (exit code 0, on stderr also with ``-q``), or ``na`` with th
 one more entry in ``CASES``.
 """
 
+import argparse
 import io
 import json
 import os
@@ -808,6 +809,18 @@ CASES: Mapping[str, Case] = {
     "checkpoint of Megatron-Core, the file with the arguments is truncated": of_megatron(
         lambda source: (path := source / "iter_0000500" / "common.pt").write_bytes(path.read_bytes()[:300]),
         "common.pt: is truncated or damaged: download or save it again, or move it to another folder",
+    ),
+    "checkpoint of Megatron-Core, biases in the config that are not stored": of_megatron(
+        config(attention_bias=True), "linear_qkv.bias is missing (expected by the config",
+    ),
+    "checkpoint of Megatron-Core, another epsilon in the arguments": of_megatron(
+        lambda source: torch.save(
+            {"args": argparse.Namespace(norm_epsilon=0.5)}, source / "iter_0000500" / "common.pt"
+        ),
+        "(expected 0.5 by common.pt)", "--config",
+    ),
+    "checkpoint of Megatron-Core, the file that names its iteration is missing": of_megatron(
+        remove("latest_checkpointed_iteration.txt"), "latest_checkpointed_iteration.txt: is missing: copy it, or pass",
     ),
     "checkpoint of Megatron-Core, its iteration is missing": of_megatron(
         lambda source: (source / "latest_checkpointed_iteration.txt").write_text("600"),
