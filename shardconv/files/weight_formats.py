@@ -20,6 +20,8 @@ ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 ADAPTER_FILES = (ADAPTER_CONFIG, *ADAPTER_WEIGHTS)
 #: The weights of a LoRA adapter that diffusers saved, in its own names.
 DIFFUSERS_LORA = "pytorch_lora_weights.safetensors"
+#: The file of torch.distributed.checkpoint that lists its tensors.
+DCP_METADATA = ".metadata"
 
 
 class WeightFormat(Struct, frozen=True):

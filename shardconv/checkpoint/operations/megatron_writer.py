@@ -26,9 +26,10 @@ from shardconv.checkpoint.sources.megatron_source import (
 from shardconv.checkpoint.sources.planning import PlannedSource, changed_options
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.transforms import Concatenation, Transform, WithCopies
-from shardconv.files.containers.dcp import METADATA_NAME, ChunkPosition, MetadataPickle, frame
+from shardconv.files.containers.dcp import ChunkPosition, MetadataPickle, frame
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.containers.torch_files import TorchArchive
+from shardconv.files.weight_formats import DCP_METADATA
 from shardconv.layouts import MEGATRON
 from shardconv.layouts.layout import Constant
 from shardconv.layouts.layout_file import ChosenRules, layout_file
@@ -222,7 +223,7 @@ class _NewFiles:
         is_padded = self._options.vocabulary_multiple is not None
         common = _common_state(rules, self._specs, stacks_layers=self._options.stacks_layers, is_padded=is_padded)
         return {
-            METADATA_NAME: Concatenation.of_parts(self._metadata.parts()),
+            DCP_METADATA: Concatenation.of_parts(self._metadata.parts()),
             COMMON_NAME: Concatenation.of_parts([TorchArchive.of_object(common).data]),
             "metadata.json": Concatenation.of_parts([json.dumps(_METADATA).encode()]),
         }

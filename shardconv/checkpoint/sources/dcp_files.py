@@ -14,11 +14,11 @@ from shardconv.checkpoint.engine.geometry import geometry, unsharded
 from shardconv.checkpoint.sources.folder_files import SourceFolder
 from shardconv.checkpoint.sources.source import StoredTensors, file_tensor_name
 from shardconv.checkpoint.sources.transforms import Concatenation, Rows, Transform
-from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import TensorFile, num_bytes
 from shardconv.files.containers.torch_files import TorchChunk, UnpicklerProcess, list_metadata, read_torch_chunks
 from shardconv.files.folder import AnyPath, is_portable_name
 from shardconv.files.input_files import file_states
+from shardconv.files.weight_formats import DCP_METADATA
 from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import SourceError
@@ -103,8 +103,8 @@ def list_dcp(process: UnpicklerProcess, folder: SourceFolder, select: "Selector"
         SourceError: if the metadata is damaged or asks for anything but its own classes, or a file is missing, damaged
             or outside of the folder.
     """
-    path = folder.weights_path / METADATA_NAME
-    folder.check_link(f"{folder.inner}{METADATA_NAME}")
+    path = folder.weights_path / DCP_METADATA
+    folder.check_link(f"{folder.inner}{DCP_METADATA}")
     named, left_out = select(folder.path, _read_metadata(process, path))
     if (name := next((name for name, tensor in named.items() if not tensor.chunks), None)) is not None:
         raise SourceError(f"{path}: {name} does not have chunks: {_AGAIN}")
@@ -229,11 +229,11 @@ def _model_tensors(folder: AnyPath, listed: Metadata) -> tuple[dict[str, ListedT
 def _path(folder: SourceFolder, name: str) -> AnyPath:
     if not is_portable_name(name):
         raise SourceError(
-            f"{folder.weights_path / METADATA_NAME}: names the file {name!r:.100} (expected one in the same folder)"
+            f"{folder.weights_path / DCP_METADATA}: names the file {name!r:.100} (expected one in the same folder)"
         )
     path = folder.weights_path / name
     if not path.is_file():
-        raise SourceError(f"{path}: is missing (expected by {METADATA_NAME}): {_AGAIN}")
+        raise SourceError(f"{path}: is missing (expected by {DCP_METADATA}): {_AGAIN}")
     folder.check_link(f"{folder.inner}{name}")
     return path
 

@@ -13,10 +13,9 @@ from msgspec.structs import replace
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME
 from shardconv.checkpoint.sources.folder_files import SourceFolder
 from shardconv.files import containers
-from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import TensorFile, read_header
 from shardconv.files.folder import AnyPath, read_text
-from shardconv.files.weight_formats import PYTORCH, SOURCE_FORMATS, is_index, is_trainer_state, is_weights
+from shardconv.files.weight_formats import DCP_METADATA, PYTORCH, SOURCE_FORMATS, is_index, is_trainer_state, is_weights
 from shardconv.layouts import MEGATRON, SOURCE_LAYOUTS
 from shardconv.layouts.layout_file import LayoutFile, LayoutHead, layout_file, layout_head
 from shardconv.plan.plan import TensorSpec
@@ -72,7 +71,7 @@ def with_iteration(folder: SourceFolder) -> SourceFolder:
 
 def _refuse_iterations(folder: SourceFolder) -> None:
     """Refuse a folder that has iterations as its only weights, and not the name of the last one."""
-    names = {one.partition("/")[0] for one in folder.kept if one.endswith(f"/{METADATA_NAME}")}
+    names = {one.partition("/")[0] for one in folder.kept if one.endswith(f"/{DCP_METADATA}")}
     if (found := sorted(filter(_ITERATION.fullmatch, names))) and not any(map(is_weights, folder.names)):
         raise SourceError(f"{folder.path / LATEST_NAME}: is missing: copy it, or pass {folder.path / found[-1]}")
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 from shardconv.checkpoint.sources.dcp_files import ChunkedFiles, StoredChunk
 from shardconv.checkpoint.sources.folder_files import SourceFolder
 from shardconv.checkpoint.sources.layout_files import rank_files
-from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import TensorFile, TensorInfo, num_bytes
 from shardconv.files.containers.torch_files import read_torch_files
+from shardconv.files.weight_formats import DCP_METADATA
 from shardconv.layouts import MEGATRON
 from shardconv.layouts.layout_file import ChosenRules, layout_head
 from shardconv.layouts.megatron_names import name_in_rules
@@ -65,7 +65,7 @@ def list_ranks(folder: SourceFolder, rules: ChosenRules, num_layers: int) -> Chu
     """
     names = [name for name in rank_files(layout_head(MEGATRON), folder.inner_names) if "/" in name]
     if not names:
-        raise SourceError(f"{folder.weights_path / METADATA_NAME}: is missing (expected beside .distcp files): copy it")
+        raise SourceError(f"{folder.weights_path / DCP_METADATA}: is missing (expected beside .distcp files): copy it")
     ranks = _ranks(folder, names)
     for name in names:
         folder.check_link(f"{folder.inner}{name}")

@@ -20,11 +20,10 @@ from shardconv.checkpoint.sources.megatron_ranks import EMBEDDING, HEAD, list_ra
 from shardconv.checkpoint.sources.source import StoredTensors
 from shardconv.checkpoint.sources.stored_tensors import read_values
 from shardconv.checkpoint.sources.transforms import UNTIE, Concatenation, Rows, Transform, TransformsOnUse, WithCopies
-from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.containers.torch_files import UnpicklerProcess, list_arguments
 from shardconv.files.folder import AnyPath
-from shardconv.files.weight_formats import CONFIG_NAME
+from shardconv.files.weight_formats import CONFIG_NAME, DCP_METADATA
 from shardconv.layouts import MEGATRON
 from shardconv.layouts.full_shapes import check_layers, positive
 from shardconv.layouts.layout import Constant
@@ -159,7 +158,7 @@ def _find(folder: SourceFolder, rules: ChosenRules) -> _Found:
     """
     check_unquantized(rules.config)
     sizes = known_sizes(rules.config)
-    num_layers, is_legacy = sizes["num_hidden_layers"], METADATA_NAME not in folder.names
+    num_layers, is_legacy = sizes["num_hidden_layers"], DCP_METADATA not in folder.names
     with UnpicklerProcess() as process:
         listed = list_ranks(folder, rules, num_layers) if is_legacy else list_dcp(process, folder, _select)
         unchecked = () if _check_arguments(process, folder, rules, sizes) else (_NO_ARGUMENTS,)

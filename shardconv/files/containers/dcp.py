@@ -20,7 +20,6 @@ from shardconv.files.containers.unpickle import DTYPES
 from shardconv.files.folder import Compressed
 from shardconv.plan.plan import TensorSpec
 
-METADATA_NAME = ".metadata"
 #: Chunks begin at multiples of this, so that chunks of one dtype and shape have the same bytes around their data.
 _ALIGNMENT = 64
 #: Bytes of opcodes that are compressed together.
