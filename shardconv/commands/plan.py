@@ -40,7 +40,7 @@ from shardconv.commands.shared import (
     padding_notes,
     stages_note,
 )
-from shardconv.plan.families.matcher import starred
+from shardconv.plan.families.matcher import layer_keys, starred
 from shardconv.support.console import Console
 from shardconv.support.errors import UsageError
 from shardconv.support.exits import ImportPhase
@@ -280,11 +280,14 @@ def _rank_lines(report: "PlanReport", tp: int) -> Iterator[str]:
 
 
 def _plan_rows(report: "PlanReport", *, show_all: bool) -> list[tuple[str, ...]]:
-    name_of = str if show_all else starred
-    keys = [(name_of(one.name), one.dtype, one.shape, one.placement, one.reason) for one in report.tensors]
-    first = dict(zip(reversed(keys), reversed(report.tensors), strict=True))
-    rows = [(key[0], first[key], count) for key, count in Counter(keys).items()]
-    return [_plan_row(*row, _placement(row[1]) if show_all else row[1].placement) for row in rows]
+    tensors = report.tensors
+    if show_all:
+        return [_plan_row(tensor.name, tensor, 1, _placement(tensor)) for tensor in tensors]
+    names = zip(layer_keys(tensor.name for tensor in tensors), tensors, strict=True)
+    keys = [(name, one.dtype, one.shape, one.placement, one.reason) for name, one in names]
+    first = dict(zip(reversed(keys), reversed(tensors), strict=True))
+    found = ((first[key], count) for key, count in Counter(keys).items())
+    return [_plan_row(starred(tensor.name), tensor, count, tensor.placement) for tensor, count in found]
 
 
 def _placement(tensor: "TensorReport") -> str:

@@ -6,7 +6,7 @@ padding between them. Pure integer arithmetic, independent of bytes, files, mode
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import NamedTuple, Self
 
 from msgspec import Struct
@@ -361,11 +361,12 @@ def _shard_dim(dim: int, segments: tuple[Unit, ...], tp: int, groups: int, padde
     for rank in range(tp):
         entries: list[IntervalOrPadding] = []
         for group in range(rank * per_rank // group_ranks, rank * per_rank // group_ranks + per_rank):
-            local = [(start, of_rank[rank % group_ranks]) for start, of_rank in shards]
-            if group < groups:
-                entries += chain.from_iterable(_shifted(each, group * width + start) for start, each in local)
-            else:
-                entries.append(Padding(sum(entry.size for _, each in local for entry in each)))
+            for start, of_rank in shards:
+                shard = of_rank[rank % group_ranks]
+                if group < groups:
+                    entries += _shifted(shard, group * width + start)
+                else:
+                    entries += [Padding(entry.size) for entry in shard]
         ranks.append(_merge_adjacent(entries))
     return Placement(dim, groups * width, tuple(ranks))
 

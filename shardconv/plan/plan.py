@@ -55,7 +55,7 @@ def num_quantized(tensors: Mapping[str, TensorSpec]) -> int:
 
 def quantized_blocks(tensors: Mapping[str, TensorSpec]) -> tuple[str, ...]:
     """The groups, blocks and packed words of quantized weights, each as ``128-wide group``."""
-    grids = {spec.grid for spec in tensors.values() if spec.grid is not None}
+    grids = {spec.grid for spec in set(tensors.values()) if spec.grid is not None}
     dims = {(dim.kind, dim.elements) for grid in grids for dim in grid.dims if dim.kind}
     return tuple(f"{elements}-wide {kind}" for kind, elements in sorted(dims))
 

@@ -278,8 +278,9 @@ def _replacements(plan_file: str, replaced: Mapping[str, tuple[str, str]]) -> st
 
 def _check_prefix(tensors: Mapping[str, TensorSpec], family: Family) -> None:
     """Refuse a tensor that is stored twice, with and without the prefix that names may lack."""
-    prefix = family.prefix[0] if family.prefix else None
-    duplicate = next((name for name in tensors if prefix and f"{prefix}{name}" in tensors), None)
+    prefix = family.prefix[0] if family.prefix else ""
+    without = (name for name in tensors if prefix and not name.startswith(prefix))
+    duplicate = next((name for name in without if f"{prefix}{name}" in tensors), None)
     if duplicate is not None:
         raise PlanError(
             f"{duplicate} and {prefix}{duplicate} are the same tensor of the model, with and without the prefix "

@@ -4,7 +4,7 @@ Tensors of a group have the same rule, shape and other inputs of a placement. A 
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import lcm, prod
 from typing import NamedTuple, Self
 
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from shardconv.plan.experts import find_experts
 from shardconv.plan.families.config_fields import lookup
 from shardconv.plan.families.family import NAMES_FAMILY
-from shardconv.plan.families.matcher import Matcher, PatternMatch, layer_key, pattern_for
+from shardconv.plan.families.matcher import Matcher, PatternMatch, layer_key, layer_keys, pattern_for
 from shardconv.plan.families.rule import Rule
 from shardconv.plan.grid import Grid
 from shardconv.plan.plan import TensorSpec
@@ -76,9 +76,7 @@ def group_tensors(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> TensorGr
     of_name: dict[str, TensorGroup] = {}
     of_kind: dict[tuple[str, TensorSpec], TensorGroup | None] = {}
     unmatched: list[str] = []
-    key = grouping.key
-    for name, spec in tensors.items():
-        kind = key(name), spec
+    for kind, (name, spec) in zip(zip(grouping.keys, tensors.values(), strict=True), tensors.items(), strict=True):
         if (group := of_kind.get(kind)) is None:
             group = of_kind[kind] = None if kind in of_kind else grouping.group_for(name, spec)
         if group is None:
@@ -94,7 +92,8 @@ class _Grouping:
     """Finds the group of each tensor.
 
     Attributes:
-        key: returns the same name for all names that the rules match alike, and for which they give equal placements.
+        keys: for each tensor the same name for all names that the rules match alike, and for which they give equal
+            placements.
     """
 
     def __init__(self, tensors: Mapping[str, TensorSpec], rules: RuleSet) -> None:
@@ -105,7 +104,7 @@ class _Grouping:
         self._experts = find_experts({name: spec.shape for name, spec in tensors.items()}) if is_whole else {}
         reads_names = is_whole or self._staged or any(rule.beside for rule, _ in self._ruled)
         patterns = (pattern for model_rules in rules.models for pattern in model_rules.patterns())
-        self.key: Callable[[str], str] = str if reads_names else layer_key(patterns)
+        self.keys = layer_keys(tensors, str if reads_names else layer_key(patterns))
         self._groups: dict[tuple[object, ...], TensorGroup] = {}
 
     def group_for(self, name: str, spec: TensorSpec) -> TensorGroup | None:

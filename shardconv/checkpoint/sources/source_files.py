@@ -55,12 +55,12 @@ class WeightFiles(Struct, frozen=True):
     Attributes:
         names: of the source files, sorted; all in one format.
         index: name and compressed text of their index, or None.
-        listed: file to the hash of the names of its tensors by the index.
+        listed: the hash of the files of the tensors, by the index.
     """
 
     names: list[str]
     index: tuple[str, Compressed] | None = None
-    listed: Mapping[str, int] = {}
+    listed: int = 0
 
 
 def find_weight_files(folder: SourceFolder, given_index: str | None) -> WeightFiles:
@@ -87,13 +87,12 @@ def find_weight_files(folder: SourceFolder, given_index: str | None) -> WeightFi
     weight_format = _find_format(candidates)
     indexes = {name: _read_index(folder, name, weight_format) for name in filter(weight_format.lists, candidates)}
     if given_index is None:
-        files = chain.from_iterable(listed for _, listed in indexes.values())
+        files = chain.from_iterable(listed for _, listed, _ in indexes.values())
         _refuse_variants(path, set(names).difference(files), weight_format)
     index_name = given_index or _find_index(path, indexes)
     if index_name is None:
         return WeightFiles([_find_single(path, folder.kept, weight_format)])
-    text, listed = indexes[index_name]
-    sources = sorted(listed)
+    text, sources, listed = indexes[index_name]
     _check_not_ignored(folder, sources)
     if given_index is None:
         _check_no_single(path, index_name, sources, names)
@@ -111,21 +110,19 @@ def _find_format(files: Collection[str]) -> WeightFormat:
     return next((one for one in SOURCE_FORMATS if any(map(one.has_or_lists, files))), SAFETENSORS)
 
 
-def _read_index(folder: SourceFolder, name: str, weight_format: WeightFormat) -> tuple[Compressed, dict[str, int]]:
-    """The text of an index, and for each file the hash of the names of its tensors by it."""
+def _read_index(folder: SourceFolder, name: str, weight_format: WeightFormat) -> tuple[Compressed, list[str], int]:
+    """The text of an index, the names of the files, sorted, and the hash of the files of the tensors."""
     _check_not_ignored(folder, [name])
     folder.check_link(name)
     text = read_text(folder.path / name)
-    names: dict[str, list[str]] = {}
-    for tensor, file in _weight_map(folder.path / name, text, weight_format).items():
-        names.setdefault(file, []).append(tensor)
+    file_of = _weight_map(folder.path / name, text, weight_format)
     # copies of the names of files: strings that were parsed lie among those of tensors, whose memory would stay in use
-    return Compressed(text.encode()), {file.encode().decode(): _hash(of_file) for file, of_file in names.items()}
+    return Compressed(text.encode()), sorted(file.encode().decode() for file in {*file_of.values()}), _hash(file_of)
 
 
-def _hash(names: Iterable[str]) -> int:
-    """The hash of names in any order, to compare in this process. The names of all tensors would take much memory."""
-    return hash(frozenset(names))
+def _hash(file_of: Mapping[str, str]) -> int:
+    """The hash of the files of tensors, to compare in this process. The names of all tensors would take much memory."""
+    return sum(map(hash, file_of.items()))  # in any order
 
 
 def _refuse_variants(folder: AnyPath, names: Collection[str], weight_format: WeightFormat) -> None:
@@ -218,7 +215,7 @@ def read_weights(path: AnyPath, found: WeightFiles, *, follow_links: bool) -> So
     file_of, index_path = _file_of(folder, files), None
     if found.index is not None:
         index_path = folder / found.index[0]
-        if any(found.listed[file.name] != _hash(file.header.specs) for file in files):
+        if found.listed != _hash(file_of):
             raise _index_error(index_path, found.index[1], file_of, files)
     source = Source(path, is_folder=is_folder, files=files, index=found.index, index_path=index_path)
     return source if listed is None else as_safetensors(source, listed)
@@ -260,9 +257,10 @@ def _file_of(folder: AnyPath, files: Sequence[SourceFile]) -> dict[str, str]:
     """The file of each tensor, which is in no other."""
     found: dict[str, str] = {}
     for file in files:
-        for name in file.header.specs:
-            if found.setdefault(name, file.name) != file.name:
-                raise SourceError(f"{folder}: tensor {name} is in both {found[name]} and {file.name}")
+        specs = file.header.specs
+        if name := next((name for name in specs if name in found), None):
+            raise SourceError(f"{folder}: tensor {name} is in both {found[name]} and {file.name}")
+        found |= dict.fromkeys(specs, file.name)
     return found
 
 

@@ -69,6 +69,13 @@ class Matcher:
         return None
 
 
+#: Return a name with 0 instead of each number between dots, such as the numbers of layers and experts.
+without_numbers = partial(_NUMBER.sub, ".0")
+
+#: Return a name with a star instead of each of these numbers, so that all layers have the same names.
+starred = partial(_NUMBER.sub, ".*")
+
+
 def layer_key(patterns: Iterable[str]) -> Callable[[str], str]:
     """A function that maps names that differ in numbers of layers only, and match the same patterns, to one name.
 
@@ -77,11 +84,15 @@ def layer_key(patterns: Iterable[str]) -> Callable[[str], str]:
     return str if any(map(_NUMBER_IN_PATTERN.search, patterns)) else without_numbers
 
 
-#: Return a name with 0 instead of each number between dots, such as the numbers of layers and experts.
-without_numbers = partial(_NUMBER.sub, ".0")
+def layer_keys(names: Iterable[str], key: Callable[[str], str] = without_numbers) -> Sequence[str]:
+    """The keys of names, by a function of :func:`layer_key`."""
+    return _without_numbers(tuple(names)) if key is without_numbers else [*map(key, names)]
 
-#: Return a name with a star instead of each of these numbers, so that all layers have the same names.
-starred = partial(_NUMBER.sub, ".*")
+
+@lru_cache(maxsize=1)  # the steps of a plan group the same tensors
+def _without_numbers(names: tuple[str, ...]) -> list[str]:
+    distinct: dict[str, str] = {}
+    return [distinct.setdefault(name, name) for name in map(without_numbers, names)]
 
 
 _compiled = lru_cache(maxsize=4096)(re.compile)
