@@ -86,14 +86,21 @@ def layer_key(patterns: Iterable[str]) -> Callable[[str], str]:
 
 def layer_keys(names: Iterable[str], key: Callable[[str], str] = without_numbers) -> Sequence[str]:
     """The keys of names, by a function of :func:`layer_key`."""
-    return _without_numbers(tuple(names)) if key is without_numbers else [*map(key, names)]
+    if key is not without_numbers:
+        return [*map(key, names)]
+    names = tuple(names)
+    keys = _last_keys.get(number := hash(names))
+    if keys is None:
+        distinct: dict[str, str] = {}
+        keys = [distinct.setdefault(name, name) for name in map(key, names)]
+        _last_keys.clear()
+        _last_keys[number] = keys
+    return keys
 
 
-@lru_cache(maxsize=1)  # the steps of a plan group the same tensors
-def _without_numbers(names: tuple[str, ...]) -> list[str]:
-    distinct: dict[str, str] = {}
-    return [distinct.setdefault(name, name) for name in map(without_numbers, names)]
-
+#: The hash of names to their keys, of the last ones: the steps of a plan group the same tensors. The names themselves
+#: would stay in use.
+_last_keys: dict[int, list[str]] = {}
 
 _compiled = lru_cache(maxsize=4096)(re.compile)
 
