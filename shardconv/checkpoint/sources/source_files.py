@@ -115,9 +115,14 @@ def _read_index(folder: SourceFolder, name: str, weight_format: WeightFormat) ->
     _check_not_ignored(folder, [name])
     folder.check_link(name)
     text = read_text(folder.path / name)
-    file_of = _weight_map(folder.path / name, text, weight_format)
-    # copies of the names of files: strings that were parsed lie among those of tensors, whose memory would stay in use
-    return Compressed(text.encode()), sorted(file.encode().decode() for file in {*file_of.values()}), _hash(file_of)
+    files, listed = _listing(_weight_map(folder.path / name, text, weight_format))
+    return Compressed(text.encode()), files, listed
+
+
+def _listing(file_of: Mapping[str, str]) -> tuple[list[str], int]:
+    """The names of the files of tensors, sorted, and the hash of both."""
+    # copies of the names: strings that were parsed lie among those of tensors, whose memory would stay in use
+    return sorted(file.encode().decode() for file in {*file_of.values()}), _hash(file_of)
 
 
 def _hash(file_of: Mapping[str, str]) -> int:
