@@ -283,7 +283,7 @@ def _plan_rows(report: "PlanReport", *, show_all: bool) -> list[tuple[str, ...]]
     tensors = report.tensors
     if show_all:
         return [_plan_row(tensor.name, tensor, 1, _placement(tensor)) for tensor in tensors]
-    names = zip(layer_keys(tensor.name for tensor in tensors), tensors, strict=True)
+    names = zip(layer_keys([tensor.name for tensor in tensors]), tensors, strict=True)
     keys = [(name, one.dtype, one.shape, one.placement, one.reason) for name, one in names]
     first = dict(zip(reversed(keys), reversed(tensors), strict=True))
     found = ((first[key], count) for key, count in Counter(keys).items())

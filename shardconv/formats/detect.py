@@ -12,7 +12,7 @@ from math import prod
 from shardconv.formats.format import Scheme, Settings
 from shardconv.formats.layer import QuantizedLayer
 from shardconv.formats.settings import read_settings
-from shardconv.plan.families.matcher import layer_keys, without_numbers
+from shardconv.plan.families.matcher import kept_layer_keys, without_numbers
 from shardconv.plan.grid import NO_DIM, Grid, GridDim
 from shardconv.plan.plan import TensorSpec, logical_tensors
 from shardconv.plan.quantization import CACHE_SCALE, SETTINGS_KEY
@@ -142,7 +142,7 @@ def _layers(tensors: Mapping[str, TensorSpec], settings: Settings) -> Iterator[t
     """Yield each layer that has the values of a format, as :meth:`_Kind.layer`."""
     key = str if settings.names_numbers else without_numbers
     kinds: dict[tuple[str, TensorSpec], _Kind] = {}
-    keys = layer_keys(tensors, key)
+    keys = [*tensors] if settings.names_numbers else kept_layer_keys(tensors)
     known = set(keys)
     for found, (name, spec) in zip(zip(keys, tensors.values(), strict=True), tensors.items(), strict=True):
         if (kind := kinds.get(found)) is None:

@@ -4,7 +4,7 @@ In a pattern, ``*`` is any text without a dot, ``{a,b}`` is a or b, and ``**.`` 
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple, Self
 
@@ -84,23 +84,23 @@ def layer_key(patterns: Iterable[str]) -> Callable[[str], str]:
     return str if any(map(_NUMBER_IN_PATTERN.search, patterns)) else without_numbers
 
 
-def layer_keys(names: Iterable[str], key: Callable[[str], str] = without_numbers) -> Sequence[str]:
+def layer_keys(names: Collection[str], key: Callable[[str], str] = without_numbers) -> Iterable[str]:
     """The keys of names, by a function of :func:`layer_key`."""
-    if key is not without_numbers:
-        return [*map(key, names)]
-    names = tuple(names)
-    keys = _last_keys.get(number := hash(names))
-    if keys is None:
-        distinct: dict[str, str] = {}
-        keys = [distinct.setdefault(name, name) for name in map(key, names)]
-        _last_keys.clear()
-        _last_keys[number] = keys
+    kept = _kept_keys.get(hash(tuple(names))) if key is without_numbers else None
+    return map(key, names) if kept is None else kept
+
+
+def kept_layer_keys(names: Iterable[str]) -> list[str]:
+    """The keys of names without numbers, which :func:`layer_keys` then returns for the same names."""
+    names, distinct = tuple(names), dict[str, str]()
+    keys = [distinct.setdefault(key, key) for key in map(without_numbers, names)]
+    _kept_keys.clear()
+    _kept_keys[hash(names)] = keys
     return keys
 
 
-#: The hash of names to their keys, of the last ones: the steps of a plan group the same tensors. The names themselves
-#: would stay in use.
-_last_keys: dict[int, list[str]] = {}
+#: The hash of the last names to their keys: the steps of a plan group the same tensors. The names would stay in use.
+_kept_keys: dict[int, list[str]] = {}
 
 _compiled = lru_cache(maxsize=4096)(re.compile)
 
