@@ -112,8 +112,8 @@ def compare(
 def compare_cold(forms: dict[str, Path], work: Path, rounds: int) -> dict[tuple[str, bool], dict[str, float]]:
     """Measure loading and the first pass with cold and warm page cache, the kinds in alternating order.
 
-    Before a load with a cold page cache, all files are read and dropped from it: on a virtual machine, memory that comes
-    from the host takes longer than storage.
+    Before a load with a cold page cache, all files are read and dropped from it: on a virtual machine, memory that
+    comes from the host takes longer than storage.
 
     Args:
         forms: kind to the folder that it loads.
