@@ -181,7 +181,6 @@ def rank_weights(source: RankSource, *, dry_run: bool = False) -> Iterator[tuple
 def _read(reader: RankReader, name: str) -> Tensor:
     """Return the rank's shard: a slice of the full tensor where that is mapped, so that only the engine copies it."""
     spec, placement = reader.tensors[name], reader.plan.placement(name)
-    reader.check(name)
     match placement.dim, placement.ranks[reader.rank]:
         case int(dim), (Interval() as held,) if (full := reader.map_full(name)) is not None:
             return as_tensor(name, spec.dtype, spec.shape, full).narrow(dim, held.start, held.size)

@@ -58,6 +58,8 @@ def load_shards(
         kind.__init__(self, *arguments, **options)
         self.__class__ = kind  # the conversion may change it
         convert(self)
+        # The first call compiles the name patterns of all models: here, while threads verify the rank's file
+        import_transformers("conversion_mapping").get_checkpoint_conversion_mapping(kind.__name__)
         with torch.device("cpu"), _default_dtype(usual_dtype):  # models are built on the meta device, in their dtype
             tensors.update(read())
 

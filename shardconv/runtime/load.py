@@ -138,6 +138,7 @@ def load(
     place, manifest, on_all = checkpoint.path, checkpoint.manifest, partial(run_on_all, ranks.all)
     plan = on_all(partial(runnable_plan, manifest, place, ranks.all.rank, dequantize=dequantize))
     on_all(partial(_refuse_with_stages, place, plan, model))
+    build = on_all(partial(_builder, checkpoint, plan, model, unused, is_trusted=trust_remote_code))
     dequantizer = applied = None
     if dequantize:
         dequantizer = on_all(partial(Dequantizer.of_rank, manifest, place, plan, ranks.all.rank, dtype))
@@ -145,11 +146,9 @@ def load(
         on_all(partial(refuse_quantized, manifest, place))
     if adapter is not None:
         applied = _open_adapter(adapter, checkpoint, ranks.all, dtype, verify=verify)
-    is_used = dequantizer is not None or model is not None
-    loading = _Loading(checkpoint, plan, ranks, found_device, dtype, dequantizer, applied, is_used)
+    loading = _Loading(checkpoint, plan, ranks, found_device, dtype, dequantizer, applied)
     with ExitStack() as opened:
         reader = on_all(lambda: opened.enter_context(loading.open(verify=verify)))
-        build = on_all(partial(_builder, checkpoint, plan, model, unused, is_trusted=trust_remote_code))
         loaded = on_all(partial(loading.fill, build, reader, loading.steps(progress, verify=verify)))
     if plan.assumed and ranks.all.rank == 0:
         warnings.warn(f"{place!s}: {'; '.join(plan.assumed)}", PlanWarning, stacklevel=2)
@@ -229,8 +228,6 @@ class _Loading:
         dtype: dtype of floating-point values; None as they are stored.
         dequantizer: of the rank; None if nothing is dequantized.
         adapter: the shards of the adapter; None without one.
-        is_used: whether values are used while the model is built, and so are verified before. Otherwise they become
-            parameters while the rank's file is verified.
     """
 
     checkpoint: Loadable
@@ -240,23 +237,20 @@ class _Loading:
     dtype: torch.dtype | None
     dequantizer: Dequantizer | None
     adapter: RankAdapter | None
-    is_used: bool
 
     def steps(self, progress: Progress | None, *, verify: bool) -> _Steps:
         """The steps whose progress is reported, each as an equal part of the whole.
 
         Args:
             progress: ``progress`` of :func:`load`.
-            verify: whether the rank's file is verified.
+            verify: whether the rank's file is verified. Otherwise it is mapped, and only a source is read.
         """
         if progress is None:
             return {}
         manifest = self.checkpoint.manifest
         total = manifest.rank_layout.rank_bytes[manifest.ranks.index(self.ranks.all.rank)]
-        is_source = self.checkpoint.source is not None
         taken = {
-            "read": is_source,
-            "verify": verify and not is_source,
+            "read": verify or self.checkpoint.source is not None,
             "dequantize": self.dequantizer is not None,
             "move": self.device.type != "cpu",
         }
@@ -272,11 +266,9 @@ class _Loading:
         return self.checkpoint.reader(self.ranks.all.rank, verify=verify, names=names)
 
     def read_tensors(self, reader: RankReader, steps: _Steps) -> dict[str, Tensor]:
-        """The tensors that the model has in memory."""
+        """Wait for the verification of the rank's file, and return the tensors that the model has in memory."""
         manifest, rank = self.checkpoint.manifest, self.ranks.all.rank % self.plan.ranks_per_stage
         tensors = read_tensors(reader, steps.get("read"))
-        if self.is_used:
-            reader.finish(steps.get("verify"))
         if self.dequantizer is not None:
             tensors = self.dequantizer.dequantize(tensors, steps.get("dequantize"))
         is_dequantized = self.dequantizer is not None
@@ -318,8 +310,6 @@ class _Loading:
             return results[0]
 
         model = build(self, read)
-        if not self.is_used:
-            reader.finish(steps.get("verify"))
         if self.adapter is not None:
             self.adapter.attach(model, self.ranks.tensor, self.plan.rules)
         if self.ranks.pipeline is not None:

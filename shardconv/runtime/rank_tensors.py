@@ -193,10 +193,10 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def read_tensors(reader: RankReader, progress: Progress | None = None) -> dict[str, Tensor]:
-    """Read all tensors of a rank, and keep its reader open: values of a rank file are verified by its ``finish``.
+    """Read all tensors of a rank, and close its reader.
 
     Args:
-        reader: reader of the rank.
+        reader: reader of the rank's file.
         progress: called with the number of read bytes and the total.
 
     Returns:
@@ -210,11 +210,13 @@ def read_tensors(reader: RankReader, progress: Progress | None = None) -> dict[s
     total = sum(num_bytes(spec._replace(shape=shapes[name])) for name, spec in reader.tensors.items())
     tensors = {}
     done = 0
-    for name, spec in reader.tensors.items():
-        tensors[name] = as_tensor(name, spec.dtype, shapes[name], reader.read_local(name))
-        done += tensors[name].nbytes
-        if progress is not None:
-            progress(done, total)
+    with reader:
+        for name, spec in reader.tensors.items():
+            tensors[name] = as_tensor(name, spec.dtype, shapes[name], reader.read_local(name))
+            done += tensors[name].nbytes
+            if progress is not None:
+                progress(done, total)
+        reader.finish()
     return tensors
 
 

@@ -306,16 +306,16 @@ def test_source_that_changes_while_it_is_read_is_refused(tmp_path, use):
 
 
 def test_damage_is_found_by_every_later_call(source, tmp_path):
-    """The first error is that of all later ones, and a reader that is closed does not call a shard verified."""
+    """The first error is that of all later ones, and a reader that is closed does not return unchecked shards."""
     shardconv.split(source, tmp_path / "split", tp=2)
     manifest, name = read_manifest(tmp_path / "split"), "model.layers.0.mlp.up_proj.weight"
     reader = RankFileReader(manifest, tmp_path / "split", 1, verify=True)
     reader.close()
     with pytest.raises(RuntimeError, match="closed"):
-        reader.check(name)
+        reader.read(name)
     flip(tmp_path / "split" / RANK_FILE)
     with RankFileReader(manifest, tmp_path / "split", 1, verify=True) as reader:
-        for call in (lambda: reader.check(name), reader.finish, lambda: reader.check(name)):
+        for call in (lambda: reader.read(name), reader.finish, lambda: reader.read(name)):
             with pytest.raises(IntegrityError, match=f"{RANK_FILE}: the bytes of .* differ from their checksum"):
                 call()
 

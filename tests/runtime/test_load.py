@@ -6,7 +6,6 @@ Logits are compared to 1e-4 of the largest, as sums over features are computed p
 import os
 import shutil
 import sys
-import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,12 +15,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import shardconv
-from shardconv.checkpoint.engine.shards import ShardReader
-from shardconv.hf import weights
+from shardconv.checkpoint.split.rank_reader import _StripeChecks
 from shardconv.layouts.layout import NATIVE
 from shardconv.support.errors import RunError, UsageError
 from tests.support.damage import flip
-from tests.support.loading import NAMES, PLAN, TP, Mlp, check_fails, check_logits, inputs_of, source_and_split
+from tests.support.loading import NAMES, TP, check_fails, check_logits, inputs_of, source_and_split
 from tests.support.matrix import cases
 from tests.support.models import MODELS, change_config
 from tests.support.ranks import on_ranks
@@ -216,38 +214,20 @@ def check_verified(axis, split, is_right):
 
 
 @on_ranks("pair")
-def test_parameters_are_assigned_while_the_file_is_verified(axis, split):
-    """Check that verification does not delay the model, that load waits for it, and that its progress is reported."""
-    assigned, calls = threading.Event(), []
-    check, check_report = ShardReader.check, weights.check_report
+def test_the_file_is_checked_while_the_model_is_built(axis, split):
+    """Check that all checksums are compared before the conversion ends, without a read of any tensor."""
+    module, started = sys.modules["shardconv.runtime.load"], []
+    start, convert = _StripeChecks.start, module.convert_with_request
 
-    def check_after_assignment(*arguments) -> None:
-        if not assigned.wait(60):
-            raise TimeoutError("the model waits for its verification")
-        check(*arguments)
+    def convert_later(model, *arguments, **options):
+        (checks,) = started
+        checks.wait()
+        return convert(model, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShardReader, "check", check_after_assignment)
-        patch.setattr(weights, "check_report", lambda *arguments: (check_report(*arguments), assigned.set()))
-        shardconv.load(split, device="cpu", group=axis, progress=lambda *step: calls.append(step))
-    assert calls == sorted(calls)
-    assert (calls[0][0], calls[-1]) == (0, (calls[0][1], calls[0][1]))
-
-
-class NeverLoaded(Mlp):
-    """A module that refuses all values."""
-
-    def load_state_dict(self, *_, **__) -> None:
-        raise AssertionError("got values that were not verified")
-
-
-def test_module_of_the_caller_gets_verified_values_only(ranks, tmp_path):
-    save_file(Mlp().state_dict(), tmp_path / "mlp.safetensors")
-    (tmp_path / "plan.toml").write_text(PLAN)
-    shardconv.split(tmp_path / "mlp.safetensors", tmp_path / "split", tp=2, rules=tmp_path / "plan.toml")
-    flip(tmp_path / "split" / NATIVE.rank_file(0, 2))
-    messages = ["^.*rank-0-of-2.* differ from their checksum", "not verified"]
-    ranks("pair", check_fails, tmp_path / "split", messages, {"model": NeverLoaded})
+        patch.setattr(_StripeChecks, "start", lambda checks: (started.append(checks), start(checks)))
+        patch.setattr(module, "convert_with_request", convert_later)
+        shardconv.load(split, device="cpu", group=axis)
 
 
 @on_ranks("pair")

@@ -8,7 +8,7 @@ files cannot be mapped.
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Self
 
@@ -35,7 +35,6 @@ from shardconv.files.fileio import Bytes
 from shardconv.files.folder import AnyPath, RemotePath
 from shardconv.files.input_files import InputFiles
 from shardconv.plan.plan import Plan, TensorSpec
-from shardconv.support import Progress
 from shardconv.support.errors import SourceError
 from shardconv.support.launched import local_ranks
 
@@ -86,17 +85,10 @@ class RankReader(ABC):
 
     @abstractmethod
     def read(self, name: str) -> Bytes:
-        """The bytes of the rank's shard of a tensor; those of a rank file are verified by :meth:`check`.
+        """The bytes of the rank's shard of a tensor.
 
         Raises:
             SourceError: if a file is too short, was modified since it was opened, or cannot be read.
-        """
-
-    def check(self, name: str) -> None:  # noqa: B027 - nothing to check in readers of sources
-        """Wait until the shard of a tensor is verified.
-
-        Raises:
-            IntegrityError: if any bytes that were verified so far differ from their checksums.
         """
 
     def map_full(self, name: str) -> Bytes | None:  # noqa: ARG002 - readers of sources use it
@@ -124,15 +116,11 @@ class RankReader(ABC):
         """The shape of the rank's shard of a tensor."""
         return self.plan.placement(name).shard_shape(self.tensors[name].shape, self.rank)
 
-    def finish(self, progress: Progress | None = None) -> None:  # noqa: ARG002 - rank files use it
-        """Check that no file was modified since it was opened, and wait until all shards are verified.
-
-        Args:
-            progress: called with verified bytes and their total.
+    def finish(self) -> None:
+        """Check that no file was modified since it was opened.
 
         Raises:
             SourceError: if one was.
-            IntegrityError: if bytes differ from their checksums.
         """
         self._files.check_unchanged()
 
@@ -180,36 +168,15 @@ class _StripeChecks:
         with self._changed:
             return None if self._error is not None else next(self._numbers, None)
 
-    def wait(self, tensor: int) -> None:
-        """Wait for the checks of a tensor's stripes.
+    def wait(self, tensor: int | None = None) -> None:
+        """Wait for the checks of a tensor's stripes, by default of all stripes.
 
         Raises:
             IntegrityError: if bytes of any stripe differ from their checksum.
         """
-        wanted = self._of_tensor.get(tensor, set())
-        self._wait(lambda: wanted.isdisjoint(self._missing))
-
-    def wait_for_all(self, progress: Progress | None = None) -> None:
-        """Wait for all checks.
-
-        Args:
-            progress: called with the number of checked bytes, and their total.
-
-        Raises:
-            IntegrityError: if bytes of any stripe differ from their checksum.
-        """
-        sizes = [sum(span.stop - span.start for span in stripe) for stripe in self._stripes]
-
-        def are_checked() -> bool:
-            if progress is not None:
-                progress(sum(sizes) - sum(sizes[number] for number in self._missing), sum(sizes))
-            return not self._missing
-
-        self._wait(are_checked)
-
-    def _wait(self, is_done: Callable[[], bool]) -> None:
+        wanted = self._missing if tensor is None else self._of_tensor.get(tensor, set())
         with self._changed:
-            self._changed.wait_for(lambda: self._error or is_done())
+            self._changed.wait_for(lambda: self._error or not wanted & self._missing)
             if self._error is not None:
                 raise self._error.with_traceback(None)
 
@@ -227,8 +194,8 @@ class RankFileReader(RankReader):
         manifest: of the split checkpoint.
         folder: of the split checkpoint.
         rank: the rank of the files.
-        verify: check the files against their checksums, if there are any, in background threads: the shard of a tensor
-            before :meth:`check` returns, all before :meth:`finish` returns.
+        verify: check the files against their checksums, if there are any: the shard of a tensor before it is returned,
+            all others before :meth:`finish` returns.
         names: the tensors that are read and verified; None for all of the rank.
 
     Raises:
@@ -261,19 +228,20 @@ class RankFileReader(RankReader):
             self._closing.callback(self._checks.stop)
             self._checks.start()
 
-    def check(self, name: str) -> None:
-        """See :class:`RankReader`."""
-        if self._checks is not None:
-            self._checks.wait(self._number[name])
+    def finish(self) -> None:
+        """See :class:`RankReader`; also check all stripes.
 
-    def finish(self, progress: Progress | None = None) -> None:
-        """See :class:`RankReader`."""
+        Raises:
+            IntegrityError: if bytes differ from their checksums.
+        """
         if self._checks is not None:
-            self._checks.wait_for_all(progress)
+            self._checks.wait()
         super().finish()
 
     def read(self, name: str) -> Bytes:
         """See :class:`RankReader`."""
+        if self._checks is not None:
+            self._checks.wait(self._number[name])
         self._files.check_unchanged()
         shards, spec = self._shards[name], self.tensors[name]
         if not shards.files:
