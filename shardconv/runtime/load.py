@@ -316,6 +316,7 @@ class _Loading:
             connect_stage(model, self.plan, self.ranks.pipeline)
         if self.device.type != "cpu":
             move(model, self.device, steps.get("move"))
+        reader.finish()  # copies to other dtypes and devices read mapped files until here
         return model
 
     def build_from(self, read: _Read, make: Callable[[], nn.Module]) -> nn.Module:

@@ -48,7 +48,8 @@ class RankAdapter:
         Raises:
             SplitCheckpointError: if the rank's file cannot be read, or with ``verify`` if its bytes were changed.
         """
-        shards = read_tensors(RankFileReader(adapter.manifest, adapter.folder, rank, verify=verify))
+        with RankFileReader(adapter.manifest, adapter.folder, rank, verify=verify) as reader:
+            shards = read_tensors(reader)
         if dtype is not None:
             shards = {name: shard.to(dtype) for name, shard in shards.items()}
         return cls(adapter, AdapterTensors.of_names(shards), shards)

@@ -193,10 +193,10 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def read_tensors(reader: RankReader, progress: Progress | None = None) -> dict[str, Tensor]:
-    """Read all tensors of a rank, and close its reader.
+    """Read all tensors of a rank; values of mapped files are read when they are used.
 
     Args:
-        reader: reader of the rank's file.
+        reader: reader of the rank, which stays open.
         progress: called with the number of read bytes and the total.
 
     Returns:
@@ -210,13 +210,12 @@ def read_tensors(reader: RankReader, progress: Progress | None = None) -> dict[s
     total = sum(num_bytes(spec._replace(shape=shapes[name])) for name, spec in reader.tensors.items())
     tensors = {}
     done = 0
-    with reader:
-        for name, spec in reader.tensors.items():
-            tensors[name] = as_tensor(name, spec.dtype, shapes[name], reader.read_local(name))
-            done += tensors[name].nbytes
-            if progress is not None:
-                progress(done, total)
-        reader.finish()
+    for name, spec in reader.tensors.items():
+        tensors[name] = as_tensor(name, spec.dtype, shapes[name], reader.read_local(name))
+        done += tensors[name].nbytes
+        if progress is not None:
+            progress(done, total)
+    reader.finish()
     return tensors
 
 

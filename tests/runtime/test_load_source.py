@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,22 @@ def test_source_that_changes_while_it_is_loaded(axis, copied):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RankSourceReader, "read", read_later)
         check_fails(axis, path, ["changed while it was read"], {"tp": 2})
+
+
+@on_ranks("pair")
+def test_source_that_changes_while_its_values_are_converted(axis, copied):
+    """Check that a source that changes after its last tensor was mapped is refused."""
+    path, module = copied[0], sys.modules["shardconv.runtime.load"]
+    load_shards = module.load_shards
+
+    def load_later(*arguments, **options):
+        model = load_shards(*arguments, **options)
+        os.utime(path / "model.safetensors", ns=(1, 1))
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "load_shards", load_later)
+        check_fails(axis, path, ["changed while it was read"], {"tp": 2, "dtype": "bf16"})
 
 
 @pytest.mark.parametrize(
