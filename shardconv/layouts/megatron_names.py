@@ -7,7 +7,8 @@ In the rules, all layers are ``decoder.layers.N``, also MTP layers, which follow
 import re
 from collections.abc import Iterable
 
-_LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
+#: The number of a layer in the name of a tensor, and the name in the layer.
+LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d{1,6})\.(?:(?:transformer_layer|mtp_model_layer)\.)?(.+)")
 _STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)")
 _INNER_MODULES = ("transformer_layer.", "mtp_model_layer.")
@@ -17,7 +18,7 @@ _OF_MTP = ("enorm.", "hnorm.", "eh_proj.", "final_layernorm.")
 
 def names_in_files(name: str, num_layers: int) -> tuple[str, ...]:
     """The names in files of a tensor with this name in the rules, of a model with ``num_layers`` layers without MTP."""
-    match = _LAYER.fullmatch(name)
+    match = LAYER.fullmatch(name)
     if match is None or not is_mtp_layer(name, num_layers):
         return (name,)
     inner = ("",) if match[2].startswith(_OF_MTP) else _INNER_MODULES
@@ -32,7 +33,7 @@ def name_in_rules(name: str, num_layers: int) -> str:
 
 def split_layer(name: str, num_layers: int) -> tuple[str, int] | None:
     """The name of the stacked tensor of a layer without MTP, and the index of the layer; None for other tensors."""
-    match = _LAYER.fullmatch(name)
+    match = LAYER.fullmatch(name)
     return None if match is None or int(match[1]) >= num_layers else (f"decoder.layers.{match[2]}", int(match[1]))
 
 
@@ -44,7 +45,7 @@ def name_of_layer(name: str, layer: int) -> str | None:
 
 def is_mtp_layer(name: str, num_layers: int) -> bool:
     """Whether a tensor with this name in the rules is of an MTP layer."""
-    match = _LAYER.fullmatch(name)
+    match = LAYER.fullmatch(name)
     return match is not None and int(match[1]) >= num_layers
 
 

@@ -159,13 +159,43 @@ def test_arguments_of_the_training_script(written, kind, arguments):
     assert {name: found[name] for name in arguments} == arguments
 
 
-def test_arguments_that_the_training_script_has_to_decide(source_of, tmp_path, written):
+@pytest.mark.parametrize(
+    ("fields", "expected_arguments"),
+    [
+        ({"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0}, {"rotary_base": 150000.0}),
+        ({"full_attention": {"rope_type": "default", "rope_theta": 150000.0}}, {}),
+    ],
+)
+def test_arguments_that_the_training_script_has_to_decide(source_of, tmp_path, fields, expected_arguments):
     """Megatron-LM prefers arguments of a checkpoint to those of the script."""
-    assert "swiglu" not in vars(common(written("gemma2"))["args"])
     source = shutil.copytree(source_of("gpt_oss"), tmp_path / "source")
-    change_config(source, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0}})
+    change_config(source, {"rope_parameters": fields})
     shardconv.split(source, tmp_path / "megatron", layout="megatron")
-    assert not {"position_embedding_type", "rotary_base", "swiglu"} & {*vars(common(tmp_path / "megatron")["args"])}
+    found = vars(common(tmp_path / "megatron")["args"])
+    decided = ("position_embedding_type", "rotary_base", "swiglu")
+    assert {name: found[name] for name in decided if name in found} == expected_arguments
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "expected_arguments"),
+    [
+        (
+            "llama",
+            {"rope_scaling": {"type": "llama3", "factor": 8.0}, "rope_theta": 500000.0, "rope_parameters": None},
+            {"position_embedding_type": "rope", "rotary_base": 500000.0},
+        ),
+        ("gemma3", {"rope_parameters": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4}, {}),
+        ("deepseek_v3", {"head_dim": 8}, {}),
+    ],
+)
+def test_arguments_of_other_configs(source_of, tmp_path, kind, fields, expected_arguments):
+    """The base of scaled embeddings is written; neither one of several bases, nor a head_dim of latent attention."""
+    source = shutil.copytree(source_of(kind), tmp_path / "source")
+    change_config(source, fields)
+    shardconv.split(source, tmp_path / "megatron", layout="megatron")
+    found = vars(common(tmp_path / "megatron")["args"])
+    decided = ("position_embedding_type", "rotary_base") if kind != "deepseek_v3" else ("kv_channels",)
+    assert {name: found[name] for name in decided if name in found} == expected_arguments
 
 
 def test_extra_states_are_empty(written):
@@ -500,6 +530,26 @@ def test_expert_parallel_ranks_are_refused(source_of, tmp_path):
         shardconv.merge(folder, tmp_path / "merged")
 
 
+def test_expert_parallel_ranks_with_the_names_of_stages_are_refused(source_of, tmp_path):
+    folder = legacy(source_of("qwen3_moe"), tmp_path / "run", 1, 1)
+    inner = folder / "iter_0000500"
+    shutil.copytree(inner / "mp_rank_00", inner / "mp_rank_00_001")
+    (inner / "mp_rank_00").rename(inner / "mp_rank_00_000")
+    with pytest.raises(SourceError, match=r"mp_rank_00_000/model_optim_rng\.pt is of an expert-parallel rank"):
+        shardconv.merge(folder, tmp_path / "merged")
+
+
+def test_arguments_beside_the_file_of_a_distributed_optimizer(source_of, tmp_path):
+    folder = legacy(source_of("llama"), tmp_path / "run", 1, 1)
+    torch.save({"exp_avg": torch.ones(3)}, folder / "iter_0000500" / "mp_rank_00" / "distrib_optim.pt")
+    shardconv.merge(folder, tmp_path / "merged")
+    check_equal(read(tmp_path / "merged"), read(source_of("llama")))
+    path = folder / "iter_0000500" / "mp_rank_00" / "model_optim_rng.pt"
+    torch.save(torch.load(path, weights_only=False) | {"args": argparse.Namespace(norm_epsilon=0.5)}, path)
+    with pytest.raises(SourceError, match=r"rms_norm_eps is 1e-06 in the config \(expected 0\.5 by mp_rank_00/model"):
+        shardconv.merge(folder, tmp_path / "other")
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
@@ -539,6 +589,7 @@ SOURCES = [
     ("llama", drop("embed_tokens"), "made of model.embed_tokens.weight): add the tensor, or correct the config"),
     ("llama", drop("up_proj.bias"), "up_proj.bias"),
     ("llama", put(f"{LAYER}.adapter.input_layernorm.weight", torch.ones(64)), "adapter.input_layernorm"),
+    ("llama, tied", config(vocab_size=200), "embed_tokens.weight: dim 0 has 250 elements (expected 200 by vocab_size"),
     ("llama", put(NORM, torch.ones(32)), "final_layernorm.weight: has shape [32] (expected 64 in dim 0"),
     ("olmo", put(NORM, torch.ones(64)), "model.norm.weight: a 'olmo' model does not have this tensor"),
     ("deepseek_v3", put(COPY, lambda found: found[COPY] + 1), f"{COPY}: differs from model.embed_tokens.weight"),
@@ -612,6 +663,15 @@ def test_a_comparison_without_arguments_is_reported(written, tmp_path):
     assert derived.endswith(", arguments to compare the config with")
 
 
+def test_channels_of_latent_attention_are_not_compared(source_of, tmp_path):
+    """Megatron-LM computes them from the number of heads, and does not use them."""
+    source = source_of("deepseek_v3")
+    folder = write_megatron(tmp_path / "run", expected(source), source / "config.json")
+    torch.save({"args": argparse.Namespace(num_layers=2, kv_channels=7)}, folder / "iter_0000500" / "common.pt")
+    shardconv.merge(folder, tmp_path / "merged")
+    check_equal(read(tmp_path / "merged"), read(source))
+
+
 @pytest.mark.parametrize("name", ["decoder.final_layernorm.weight", "decoder.layers.1.input_layernorm.bias"])
 def test_a_trained_norm_that_the_model_does_not_have(source_of, tmp_path, name):
     tensors = expected(source_of("olmo"))
@@ -639,6 +699,7 @@ def test_a_shape_that_contradicts_the_order_of_elements(source_of, tmp_path):
         ({"vocab_size": 200}, "vocab_size is 200 in the config (expected 250 by common.pt)"),
         ({"rms_norm_eps": 0.5}, "rms_norm_eps is 0.5 in the config (expected 1e-06 by common.pt)"),
         ({"rope_parameters": {"rope_theta": 5}}, "rope_theta is 5 in the config (expected 10000"),
+        ({"rope_parameters": {"rope_theta": 5, "rope_type": "llama3"}}, "rope_theta is 5 in the config (expected 1000"),
     ],
 )
 def test_a_config_that_contradicts_the_arguments(written, tmp_path, fields, text):

@@ -35,9 +35,9 @@ from shardconv.layouts.layout import Constant
 from shardconv.layouts.layout_file import ChosenRules, layout_file
 from shardconv.layouts.megatron_names import mtp_layers, names_in_files, split_layer
 from shardconv.layouts.relation import find_source
-from shardconv.layouts.row_pieces import (
-    Piece,
+from shardconv.layouts.row_tensors import (
     RowTensor,
+    SourceRows,
     check_needed,
     find_copies,
     implied_tensors,
@@ -99,7 +99,7 @@ class MegatronLayout(NamedTuple):
     def lay_out(self, planned: PlannedSource, _plan: Plan) -> ForeignFiles:
         """Lay out the files; ``_plan`` has full tensors."""
         source = planned.source
-        _check_unquantized(planned)
+        _check_no_grids(planned)
         rules = layout_file(MEGATRON).rules_for(source.config or {})
         check_unquantized(rules.config)
         config, copies = known_sizes(rules.config), find_copies(rules, source.specs)
@@ -121,11 +121,11 @@ class MegatronLayout(NamedTuple):
 
 
 class _Box(NamedTuple):
-    """A part of a tensor that is a chunk of its own: its offsets, its shape, and its rows; none for padding."""
+    """A chunk of a tensor: its offsets, its shape, and its rows; none for padding."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    pieces: Sequence[Piece]
+    rows: Sequence[SourceRows]
 
 
 def _as_rows(
@@ -191,11 +191,11 @@ class _NewFiles:
         spec = TensorSpec(dtype, (*layers, *shape[: tensor.has_experts], padded, *tensor.row_shape))
         self._specs |= dict.fromkeys(target.names, spec)
         for box in _boxes(tensor, target.layer, padded):
-            position = self._add(TensorSpec(dtype, box.sizes), box.pieces)
+            position = self._add(TensorSpec(dtype, box.sizes), box.rows)
             for name in target.names:
                 self._metadata.add_chunk(name, spec, box.offsets, box.sizes, position)
 
-    def _add(self, spec: TensorSpec, pieces: Sequence[Piece]) -> ChunkPosition:
+    def _add(self, spec: TensorSpec, rows: Sequence[SourceRows]) -> ChunkPosition:
         """Add a chunk. All files get about the same size."""
         size, around = num_bytes(*spec[:2]), frame(spec)
         number = min((self._done + size // 2) * len(self._names) // max(self._total, 1), len(self._names) - 1)
@@ -204,10 +204,10 @@ class _NewFiles:
         contents = self.chunks[f"{FOLDER}/{name}"]
         position = ChunkPosition(name, contents.size, around.size)
         contents.add(around.head, len(around.head))
-        unit = size // (sum(piece.size for piece in pieces) or 1)
-        for piece in pieces:
-            contents.add(piece.source, piece.size * unit, piece.start * unit)
-        if not pieces:
+        unit = size // (sum(one.size for one in rows) or 1)
+        for one in rows:
+            contents.add(one.source, one.size * unit, one.start * unit)
+        if not rows:
             contents.add(b"", size)
         contents.add(around.tail, len(around.tail))
         return position
@@ -242,7 +242,8 @@ def _check_layers(rules: ChosenRules, names: Collection[str], num_layers: int) -
     check_needed(rules, names, [*range(num_layers), *mtp])
 
 
-def _check_unquantized(planned: PlannedSource) -> None:
+def _check_no_grids(planned: PlannedSource) -> None:
+    """Check that no tensor belongs to a quantized layer."""
     if (name := next((name for name, spec in planned.tensors.items() if spec.grid is not None), None)) is not None:
         raise PlanError(
             f"{name}: belongs to a quantized layer, which layout megatron does not have: dequantize the source first, "
@@ -306,15 +307,15 @@ def _boxes(tensor: RowTensor, layer: tuple[int, ...], padded: int) -> Iterator[_
         padded: the number of rows with padding.
     """
 
-    def box(expert: int, start: int, stop: int, pieces: Sequence[Piece]) -> _Box:
+    def box(expert: int, start: int, stop: int, rows: Sequence[SourceRows]) -> _Box:
         outer = (*layer, *[expert] * tensor.has_experts)
         offsets = (*outer, start, *[0] * len(tensor.row_shape))
-        return _Box(offsets, (*[1] * len(outer), stop - start, *tensor.row_shape), pieces)
+        return _Box(offsets, (*[1] * len(outer), stop - start, *tensor.row_shape), rows)
 
-    for expert, pieces in enumerate(tensor.pieces()):
+    for expert, rows in enumerate(tensor.source_rows()):
         at = 0
-        for group in [pieces] if tensor.is_interleaved else [[piece] for piece in pieces]:
-            size = sum(piece.size for piece in group)
+        for group in [rows] if tensor.is_interleaved else [[one] for one in rows]:
+            size = sum(one.size for one in group)
             yield box(expert, at, at + size, group)
             at += size
         if at < padded:

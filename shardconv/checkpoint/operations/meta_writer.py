@@ -19,7 +19,7 @@ from shardconv.layouts import META
 from shardconv.layouts.full_shapes import check_layers
 from shardconv.layouts.layout_file import layout_file
 from shardconv.layouts.relation import find_source
-from shardconv.layouts.row_pieces import check_needed
+from shardconv.layouts.row_tensors import check_needed
 from shardconv.plan.placement import Placement, intervals
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.planner import CANDIDATE_TPS

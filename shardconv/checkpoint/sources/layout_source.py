@@ -44,7 +44,7 @@ from shardconv.layouts.full_shapes import FullTensor, check_layers, check_pairs,
 from shardconv.layouts.layout import FileLayout
 from shardconv.layouts.layout_file import LayoutFile
 from shardconv.layouts.relation import Related, find_target
-from shardconv.layouts.row_pieces import check_needed, find_copies
+from shardconv.layouts.row_tensors import check_needed, find_copies
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, planner_for
 from shardconv.support.errors import IntegrityError, PlanError, SourceError, option

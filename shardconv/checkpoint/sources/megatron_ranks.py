@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-Core in its earlier format ``torch``: a file of torch.save for each rank.
+"""Checkpoints of Megatron-Core in its legacy format ``torch``: a file of torch.save for each rank.
 
 The shards of all ranks are listed as chunks of the tensors that they form: names have the layers of all pipeline
 stages, experts are one tensor, and rows of the gate projection come before rows of the up projection. The files are
@@ -17,21 +17,19 @@ from shardconv.files.containers.torch_files import read_torch_files
 from shardconv.files.weight_formats import DCP_METADATA
 from shardconv.layouts import MEGATRON
 from shardconv.layouts.layout_file import ChosenRules, layout_head
-from shardconv.layouts.megatron_names import name_in_rules
+from shardconv.layouts.megatron_names import LAYER, name_in_rules
 from shardconv.layouts.relation import LayoutRule, find_target
-from shardconv.layouts.row_pieces import shares_of
+from shardconv.layouts.row_tensors import shares_of
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import PlanError, SourceError
 
-_LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
 #: The names of a tensor of one expert, in experts that are computed one by one, and by a grouped GEMM.
 _EXPERT = re.compile(
     r"(.+\.experts)\.(?:local_experts\.(?P<one>\d{1,6})\.)?(linear_fc[12]\.(?:weight|bias))(?P<grouped>\d{0,6})"
 )
-
-
 #: The head, and the tensor that it is a copy of where embeddings are tied.
 HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+_FINAL_NORM = "decoder.final_layernorm.weight"
 
 
 class _Rank(NamedTuple):
@@ -43,7 +41,7 @@ class _Rank(NamedTuple):
 
 
 class _Shard(NamedTuple):
-    """A rank's part of a tensor, by its name in the rules, and of one expert."""
+    """A rank's shard of a tensor, or of one expert in it."""
 
     tp: int
     file: int
@@ -71,6 +69,8 @@ def list_ranks(folder: SourceFolder, rules: ChosenRules, num_layers: int) -> Chu
         folder.check_link(f"{folder.inner}{name}")
     files = tuple(read_torch_files([folder.weights_path / name for name in names]))
     shards: dict[str, list[_Shard]] = {}
+    if ranks[-1].pp and _FINAL_NORM in files[ranks[0].file].tensors:  # which the last stage has
+        raise _of_experts(folder, names[0])
     first_layer = 0
     for pp in sorted({rank.pp for rank in ranks}):
         stage = [rank for rank in ranks if rank.pp == pp]
@@ -78,7 +78,7 @@ def list_ranks(folder: SourceFolder, rules: ChosenRules, num_layers: int) -> Chu
             for name, info in _weights(files[rank.file]):
                 global_name, expert = _global_name(name, first_layer, num_layers)
                 shards.setdefault(global_name, []).append(_Shard(rank.tp, rank.file, info, expert))
-        held = {int(match[1]) for name in files[stage[0].file].tensors if (match := _LAYER.fullmatch(name))}
+        held = {int(match[1]) for name in files[stage[0].file].tensors if (match := LAYER.fullmatch(name))}
         first_layer += len(held)
     tensors, has_stages = {}, max(rank.pp for rank in ranks) > 0
     for name, found in shards.items():
@@ -100,10 +100,7 @@ def _ranks(folder: SourceFolder, names: Sequence[str]) -> list[_Rank]:
         match = layout_head(MEGATRON).names.fullmatch(name)
         assert match is not None
         if match["ep"] is not None:
-            raise SourceError(
-                f"{folder.path}: {name} is of an expert-parallel rank, which is not read in this format: convert the "
-                f"checkpoint to torch_dist with Megatron-LM"
-            )
+            raise _of_experts(folder, name)
         ranks.append(_Rank(int(match["tp"]), int(match["pp"] or 0), file))
     expected = {
         (tp, pp) for tp in range(max(rank.tp for rank in ranks) + 1) for pp in range(max(rank.pp for rank in ranks) + 1)
@@ -112,6 +109,14 @@ def _ranks(folder: SourceFolder, names: Sequence[str]) -> list[_Rank]:
         tp, pp = missing[0]
         raise SourceError(f"{folder.path}: the file of rank tp {tp}, pp {pp} is missing: copy the folder again")
     return ranks
+
+
+def _of_experts(folder: SourceFolder, name: str) -> SourceError:
+    """The error for files of expert-parallel ranks; without pipeline stages, they have the names of stages."""
+    return SourceError(
+        f"{folder.path}: {name} is of an expert-parallel rank, which is not read in this format: convert the "
+        f"checkpoint to torch_dist with Megatron-LM"
+    )
 
 
 def _weights(file: TensorFile) -> Iterator[tuple[str, TensorInfo]]:
@@ -125,7 +130,7 @@ def _weights(file: TensorFile) -> Iterator[tuple[str, TensorInfo]]:
 
 def _global_name(name: str, first_layer: int, num_layers: int) -> tuple[str, int | None]:
     """The name in the rules of a tensor of a stage, and the expert that it is of."""
-    if match := _LAYER.fullmatch(name):
+    if match := LAYER.fullmatch(name):
         name = f"decoder.layers.{first_layer + int(match[1])}.{match[2]}"
     name = name_in_rules(name, num_layers)
     match = _EXPERT.fullmatch(name)
@@ -137,7 +142,7 @@ def _global_name(name: str, first_layer: int, num_layers: int) -> tuple[str, int
 def _chunked(
     name: str, rule: LayoutRule, segments: int, shards: Sequence[_Shard], tp: int
 ) -> tuple[TensorSpec, list[StoredChunk]]:
-    """The dtype, shape and chunks of a tensor. Each rank has the same part of each segment."""
+    """The dtype, shape and chunks of a tensor. Each rank has a shard of each segment, of equal shape."""
     local = {TensorSpec(shard.info.dtype, shard.info.shape) for shard in shards}
     if len(local) > 1:
         raise PlanError(f"{name}: ranks have different shapes or dtypes (got {sorted(local)})")
@@ -148,9 +153,9 @@ def _chunked(
     dim = rule.options.dims[0] if rule.options.dims else None
     if len(shape) <= (dim or 0):
         raise PlanError(f"{name}: has shape {list(shape)} on a rank (expected at least {(dim or 0) + 1} dims)")
-    parts = segments if dim == 0 and rule.options.groups is None else 1
-    if dim == 0 and shape[0] % parts:
-        raise PlanError(f"{name}: has {shape[0]} rows on a rank (expected a multiple of {parts})")
+    count = segments if dim == 0 and rule.options.groups is None else 1
+    if dim == 0 and shape[0] % count:
+        raise PlanError(f"{name}: has {shape[0]} rows on a rank (expected a multiple of {count})")
     full = [*shape]
     if dim is not None:
         full[dim] *= tp
@@ -158,12 +163,12 @@ def _chunked(
     for shard in shards:
         size = [*shape]
         if dim == 0:
-            size[0] //= parts
-        for part in range(parts):
+            size[0] //= count
+        for segment in range(count):
             offsets = [0] * len(shape)
             if dim is not None:
-                offsets[dim] = (part * tp + shard.tp) * size[dim]
-            start = shard.info.start + part * num_bytes(dtype, tuple(size))
+                offsets[dim] = (segment * tp + shard.tp) * size[dim]
+            start = shard.info.start + segment * num_bytes(dtype, tuple(size))
             expert = [shard.expert or 0] * len(experts)
             chunks.append(StoredChunk((*expert, *offsets), (*[1] * len(experts), *size), shard.file, start))
     return TensorSpec(dtype, (*experts, *full)), chunks

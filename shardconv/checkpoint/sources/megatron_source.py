@@ -16,6 +16,7 @@ from shardconv.checkpoint.sources.dcp_files import (
     stored_tensors,
 )
 from shardconv.checkpoint.sources.folder_files import SourceFolder
+from shardconv.checkpoint.sources.layout_files import rank_files
 from shardconv.checkpoint.sources.megatron_ranks import EMBEDDING, HEAD, list_ranks
 from shardconv.checkpoint.sources.source import StoredTensors
 from shardconv.checkpoint.sources.stored_tensors import read_values
@@ -27,10 +28,10 @@ from shardconv.files.weight_formats import CONFIG_NAME, DCP_METADATA
 from shardconv.layouts import MEGATRON
 from shardconv.layouts.full_shapes import check_layers, positive
 from shardconv.layouts.layout import Constant
-from shardconv.layouts.layout_file import ChosenRules, layout_file
+from shardconv.layouts.layout_file import ChosenRules, layout_file, layout_head
 from shardconv.layouts.megatron_names import is_mtp_layer, mtp_layers, name_in_rules, name_of_layer, split_layer
 from shardconv.layouts.relation import find_target
-from shardconv.layouts.row_pieces import (
+from shardconv.layouts.row_tensors import (
     FoundTensors,
     RowTensor,
     check_needed,
@@ -50,9 +51,11 @@ COMMON_NAME = "common.pt"
 _NO_ARGUMENTS = "arguments to compare the config with"
 ARGUMENTS = {
     "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads",
-    "num_query_groups": "num_key_value_heads", "kv_channels": "head_dim", "vocab_size": "vocab_size",
-    "norm_epsilon": "rms_norm_eps",
+    "num_query_groups": "num_key_value_heads", "vocab_size": "vocab_size", "norm_epsilon": "rms_norm_eps",
 }  # fmt: skip
+#: The kinds of rotary embeddings that have the position_embedding_type rope, also scaled.
+_ROPE_TYPES = frozenset({"default", "linear", "llama3"})
+_LOCAL_BASE = "rope_local_base_freq"
 _ROTARY = {"rotary_base": "rope_theta", "rotary_percent": "partial_rotary_factor"}
 #: The config fields that say which layers do not have experts, and their usual values.
 _DENSE = {"first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1}
@@ -72,15 +75,15 @@ def known_sizes(config: Mapping[str, object]) -> dict[str, Any]:
 
 
 def rotary_arguments(config: Mapping[str, object]) -> dict[str, object]:
-    """The arguments for rotary embeddings that the config states, unless they are scaled, or differ between layers."""
+    """The arguments for rotary embeddings that the config states, unless they differ between layers."""
     held = config.get("rope_parameters") or config.get("rope_scaling")
     stated = held if isinstance(held, dict) else {}
-    is_plain = stated.get("rope_type", stated.get("type", "default")) == "default"
-    if not is_plain or any(isinstance(value, dict) for value in stated.values()):
+    if _LOCAL_BASE in config or any(isinstance(value, dict) for value in stated.values()):
         return {}
     fields = {**config, **stated}
     found = {name: fields[field] for name, field in _ROTARY.items() if fields.get(field) is not None}
-    return {"position_embedding_type": "rope", **found}
+    is_rope = stated.get("rope_type", stated.get("type", "default")) in _ROPE_TYPES
+    return ({"position_embedding_type": "rope"} if is_rope else {}) | found
 
 
 class _View(NamedTuple):
@@ -227,7 +230,8 @@ def _check_arguments(
         PlanError: if one is not.
         SourceError: if they cannot be read.
     """
-    names = [name for name in folder.inner_names if name == COMMON_NAME or name.startswith("mp_rank_")]
+    of_rank = (name for name in rank_files(layout_head(MEGATRON), folder.inner_names) if "/" in name)
+    names = [*filter(COMMON_NAME.__eq__, folder.inner_names), *of_rank]
     if not names:
         return False
     folder.check_link(f"{folder.inner}{names[0]}")
@@ -372,8 +376,8 @@ def _views_of(stored: str, spec: TensorSpec, num_layers: int) -> Iterator[tuple[
 def _source_rows(tensor: RowTensor, view: _View) -> Iterator[tuple[str, Concatenation]]:
     """Yield the source tensors in a tensor, as rows of it."""
     unit, at = num_bytes(tensor.spec.dtype, tensor.row_shape), view.start
-    parts: dict[str, list[Rows]] = {}
-    for piece in chain.from_iterable(tensor.pieces()):
-        parts.setdefault(piece.source, []).append(Rows(view.stored, piece.start * unit, piece.stop * unit, at))
-        at += piece.size * unit
-    return ((name, Concatenation.of_rows(sorted(rows), unit)) for name, rows in parts.items())
+    found: dict[str, list[Rows]] = {}
+    for rows in chain.from_iterable(tensor.source_rows()):
+        found.setdefault(rows.source, []).append(Rows(view.stored, rows.start * unit, rows.stop * unit, at))
+        at += rows.size * unit
+    return ((name, Concatenation.of_rows(sorted(ranges), unit)) for name, ranges in found.items())

@@ -108,7 +108,7 @@ def permutations(
     return {name: permutation(table, config) for name, table in tables if table is not None}
 
 
-class Piece(NamedTuple):
+class SourceRows(NamedTuple):
     """Rows of a source tensor that follow each other in a file tensor."""
 
     source: str
@@ -173,20 +173,23 @@ class RowTensor(NamedTuple):
         """The shape of one row."""
         return self.spec.shape[self.has_experts + 1 :]
 
-    def pieces(self) -> Iterator[list[Piece]]:
+    def source_rows(self) -> Iterator[list[SourceRows]]:
         """Yield the rows, in order; for each index of dim 0, if it is the expert dim, and else once."""
         is_permuted = self.rule.options.permuted is not None  # one source tensor has all experts
         names_step, rows_step = (0, self.spec.shape[1]) if is_permuted else (len(self.rule.sources), 0)
         for expert in range(self.spec.shape[0] if self.has_experts else 1):
             at, first = expert * names_step, expert * rows_step
-            yield [Piece(self.names[at + source], first + start, first + stop) for source, start, stop in self.segments]
+            yield [
+                SourceRows(self.names[at + source], first + start, first + stop)
+                for source, start, stop in self.segments
+            ]
 
     def sources(self) -> dict[str, TensorSpec]:
         """Name to dtype and shape of the source tensors."""
-        rows: dict[str, int] = {}
-        for piece in chain.from_iterable(self.pieces()):
-            rows[piece.source] = max(rows.get(piece.source, 0), piece.stop)
-        return {name: plain_spec(self.spec.dtype, (count, *self.row_shape)) for name, count in rows.items()}
+        counts: dict[str, int] = {}
+        for rows in chain.from_iterable(self.source_rows()):
+            counts[rows.source] = max(counts.get(rows.source, 0), rows.stop)
+        return {name: plain_spec(self.spec.dtype, (count, *self.row_shape)) for name, count in counts.items()}
 
 
 def row_tensors_of_sources(
