@@ -42,4 +42,5 @@ def merge(console: Console, src: tuple[SourcePath, ...], output: SourcePath | No
         num_bytes=report.num_bytes,
         is_warning=report.is_identical is None,
         lines=[*adapter_notes(report.adapters), *report.notes],
+        quiet_warnings=report.notes,
     )

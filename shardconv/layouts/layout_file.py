@@ -219,12 +219,13 @@ class LayoutFile(LayoutHead, frozen=True):
             if config.get(field, value) != value:
                 raise PlanError(
                     f"layout {self.key} does not support {field} {config[field]!r:.40} of the config (expected "
-                    f"{value!r}): {self._remedy}"
+                    f"{value!r})",
+                    self._remedy,
                 )
         for field in (field for group in groups for field in group.absent if config.get(field) is not None):
             raise PlanError(
-                f"layout {self.key} does not support {field} {config[field]!r:.40} of the config (expected none): "
-                f"{self._remedy}"
+                f"layout {self.key} does not support {field} {config[field]!r:.40} of the config (expected none)",
+                self._remedy,
             )
         config = {field: value for group in groups for field, value in group.defaults.items()} | dict(config)
         rules = [rule for group in groups for rule in group.rules]
@@ -241,14 +242,15 @@ class LayoutFile(LayoutHead, frozen=True):
             return tuple(self.groups.values())
         if model_type is None:
             raise PlanError(
-                f"layout {self.key} needs a config.json with a model_type: add one ({option('config')}), or "
-                f"{self._remedy}"
+                f"layout {self.key} needs a config.json with a model_type",
+                f"add one ({option('config')}), or {self._remedy}",
             )
         if not isinstance(model_type, str) or model_type not in self.types:
             similar = ", ".join(get_close_matches(str(model_type), self.types, cutoff=0))
             raise PlanError(
                 f"layout {self.key} does not support model type {model_type!r:.60} (expected one of {len(self.types)} "
-                f"types, such as {similar}): {self._remedy}"
+                f"types, such as {similar})",
+                self._remedy,
             )
         return tuple(self.groups[group] for group in self.types[model_type])
 

@@ -117,6 +117,7 @@ def test_files_beside_the_chunks(written):
         "pipeline_model_parallel_size": 1, "no_save_optim": True, "no_save_rng": True, "norm_epsilon": 1e-6,
         "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": True, "add_qkv_bias": True,
         "qk_layernorm": False, "position_embedding_type": "rope", "rotary_base": 10000.0, "mtp_num_layers": None,
+        "rotary_percent": 1.0, "rotary_interleaved": False, "use_rope_scaling": False,
         "moe_router_enable_expert_bias": False, "moe_shared_expert_gate": False,
     }  # fmt: skip
     assert found == {
@@ -369,10 +370,7 @@ def test_merge_of_a_trained_checkpoint(source_of, ranks, tmp_path, kind, is_stac
     ranks("four", save, str(tmp_path / "tensors.pt"), str(tmp_path / "run" / "iter_0000500"), int(is_stacked))
     write_frame(tmp_path / "run", None)
     report = shardconv.merge(tmp_path / "run", tmp_path / "merged", config=source_of(kind) / "config.json")
-    assert report.derived == (
-        "converted from 4 files of Megatron-Core, without extra states, optimizer, rng_state, arguments to compare the "
-        "config with",
-    )
+    assert report.derived == ("converted from 4 files of Megatron-Core, without extra states, optimizer, rng_state",)
     check_equal(read(tmp_path / "merged"), read(source_of(kind)))
 
 
@@ -604,6 +602,8 @@ SOURCES = [
     ("llama", both(drop("mlp."), config(mlp_bias=False)), "with attention_bias True with mlp_bias False: correct the "),
     ("llama", config(quantization_config={"quant_method": "mxfp4"}), "remove quantization_config"),
     ("olmo", config(clip_qkv=8.0), "does not support clip_qkv 8.0 of the config (expected none)"),
+    ("qwen3_moe", config(mlp_only_layers=[0]), "layer 0 has experts (expected an MLP by mlp_only_layers"),
+    ("deepseek_v3", config(scoring_func="softmax"), "does not support scoring_func 'softmax' of the config"),
     ("gpt_oss", drop("sinks"), "core_attention.softmax_offset is missing"),
     ("gpt_oss", config(num_local_experts=2), "down_proj: has shape [4, 96, 64] (expected [2, 96, 64] by config.json)"),
 ]
@@ -649,18 +649,51 @@ def test_a_head_of_its_own_is_not_dropped(source_of, tmp_path):
 def test_rows_that_are_removed_are_reported(source_of, trained, tmp_path):
     change_config(trained, {"vocab_size": 100})
     report = shardconv.merge(trained, tmp_path / "merged")
-    assert report.derived == (
-        "converted from 1 file of Megatron-Core, without arguments to compare the config with, 150 rows of padding of "
-        "the vocabulary",
-    )
+    assert report.derived == ("converted from 1 file of Megatron-Core, without 150 rows of padding of the vocabulary",)
 
 
 def test_a_comparison_without_arguments_is_reported(written, tmp_path):
     folder = shutil.copytree(written("llama"), tmp_path / "megatron")
-    assert "arguments" not in shardconv.merge(folder, tmp_path / "compared").derived[0]
+    assert shardconv.merge(folder, tmp_path / "compared").notes == ()
     (folder / "release" / "common.pt").unlink()
-    (derived,) = shardconv.merge(folder, tmp_path / "merged").derived
-    assert derived.endswith(", arguments to compare the config with")
+    (note,) = shardconv.merge(folder, tmp_path / "merged").notes
+    assert "does not have the training program's arguments" in note
+    assert note in call("merge", folder, "-o", tmp_path / "quiet", "--quiet").err
+    assert note in shardconv.split(folder, tmp_path / "split", tp=2).assumed
+
+
+def test_a_missing_description_of_the_files(source_of, written, tmp_path):
+    folder = shutil.copytree(written("llama"), tmp_path / "megatron")
+    (folder / "release" / "metadata.json").unlink()
+    with pytest.raises(
+        SourceError, match=r"files of Megatron-Core, without release/metadata\.json: copy it into the f"
+    ):
+        shardconv.merge(folder, tmp_path / "merged")
+    shardconv.merge(folder, tmp_path / "merged", source_layout="megatron")
+    check_equal(read(tmp_path / "merged"), read(source_of("llama")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "text"),
+    [
+        ("llama", {"apply_layernorm_1p": True}, "apply_layernorm_1p is False for model type 'llama' (expected True by"),
+        ("gemma", {"apply_layernorm_1p": False}, "apply_layernorm_1p is True for model type 'gemma' (expected False"),
+        ("llama", {"use_rope_scaling": True}, "use_rope_scaling is False in the config (expected True by common.pt)"),
+        ("llama", {"rotary_percent": 0.5}, "partial_rotary_factor is 1.0 in the config (expected 0.5 by common.pt)"),
+        ("llama", {"rotary_interleaved": True}, "rotary_interleaved is False for model type 'llama' (expected True by"),
+        ("llama", {"position_embedding_type": "none"}, "position_embedding_type is rope in the config (expected none"),
+        ("llama", {"normalization": "LayerNorm"}, "normalization is RMSNorm for model type 'llama' (expected LayerN"),
+        ("gemma2", {"swiglu": True}, "swiglu is False for model type 'gemma2' (expected True by common.pt)"),
+        ("deepseek_v3", {"moe_router_score_function": "softmax"}, "moe_router_score_function is sigmoid for model typ"),
+    ],
+)  # fmt: skip
+def test_arguments_that_the_model_does_not_have(source_of, tmp_path, kind, arguments, text):
+    """Arguments that change what is computed, and no shape."""
+    folder = write_megatron(tmp_path / "run", expected(source_of(kind)), source_of(kind) / "config.json")
+    torch.save({"args": argparse.Namespace(**arguments)}, folder / "iter_0000500" / "common.pt")
+    with pytest.raises(SourceError) as caught:
+        shardconv.merge(folder, tmp_path / "merged")
+    assert text in str(caught.value)
 
 
 def test_channels_of_latent_attention_are_not_compared(source_of, tmp_path):

@@ -19,6 +19,7 @@ from shardconv.checkpoint.sources.megatron_ranks import EMBEDDING
 from shardconv.checkpoint.sources.megatron_source import (
     ARGUMENTS,
     COMMON_NAME,
+    check_experts,
     check_unquantized,
     known_sizes,
     rotary_arguments,
@@ -106,7 +107,9 @@ class MegatronLayout(NamedTuple):
         specs, transforms = _as_rows(rules, source.specs, config)
         tensors = row_tensors_of_sources(rules.rules, specs, config)
         _check_complete(source, rules, tensors, copies)
-        _check_layers(rules, {tensor.name for tensor in tensors}, config["num_hidden_layers"])
+        names = {tensor.name for tensor in tensors}
+        _check_layers(rules, names, config["num_hidden_layers"])
+        check_experts(names, rules, config)
         if self.stacks_layers:
             _check_stacked(tensors, config["num_hidden_layers"])
         new = _NewFiles(self, config["num_hidden_layers"], specs)

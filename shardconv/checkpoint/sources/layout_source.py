@@ -38,11 +38,11 @@ from shardconv.files.weight_formats import (
     refuse_sharded_state,
 )
 from shardconv.formats.settings import with_quantization
-from shardconv.layouts import DCP, MEGATRON
+from shardconv.layouts import DCP, MEGATRON, SOURCE_LAYOUTS
 from shardconv.layouts.choice import choose_layout
 from shardconv.layouts.full_shapes import FullTensor, check_layers, check_pairs, full_tensor, num_ranks, planned_tensors
 from shardconv.layouts.layout import FileLayout
-from shardconv.layouts.layout_file import LayoutFile
+from shardconv.layouts.layout_file import LayoutFile, layout_head
 from shardconv.layouts.relation import Related, find_target
 from shardconv.layouts.row_tensors import check_needed, find_copies
 from shardconv.plan.plan import Plan, TensorSpec
@@ -76,8 +76,8 @@ def open_layout(
     if config is None and CONFIG_NAME in auxiliary_files:
         config = read_json(auxiliary_files[CONFIG_NAME])
     if layout.key in {DCP, MEGATRON}:
-        specs, stored, missing = read_dcp(folder) if layout.key == DCP else read_megatron(folder, config)
-        read = _Read(specs, stored, len(stored.files), config, missing)
+        specs, stored, missing, *assumed = read_dcp(folder) if layout.key == DCP else read_megatron(folder, config)
+        read = _Read(specs, stored, len(stored.files), config, missing, *assumed)
     else:
         read = _read_ranks(folder, layout, weights, config, auxiliary_files)
     beside = f"{folder.inner}{layout.beside}"
@@ -169,12 +169,24 @@ def _left_out(folder: SourceFolder, weights: Collection[str], layout: LayoutFile
     if layout.engine is not None:
         reasons |= dict.fromkeys(indexes, "index of another checkpoint")
     if not is_asked and (unknown := [name for name in others if name not in reasons]):
+        _refuse_incomplete(folder, [*weights, *unknown])
         raise SourceError(
             f"{folder.path}: holds weights or an adapter besides the files of {layout.title}: "
             f"{', '.join(unknown[:5])}: pass {ignore_options(unknown, folder.kept.keys() - {*unknown})}, or "
             f"{option(source_layout=layout.key)} to use those files only"
         )
     return folder.left_out | dict.fromkeys(others, f"not a file of --from {layout.key}") | reasons
+
+
+def _refuse_incomplete(folder: SourceFolder, names: Sequence[str]) -> None:
+    """Refuse files of a layout without the file that has to be beside them, which have the names of another layout."""
+    for layout in map(layout_head, SOURCE_LAYOUTS):
+        pattern, needed = re.compile(f"(?:{layout.files})|(?:{layout.others})"), layout.beside and layout.others
+        if needed and all(pattern.fullmatch(name.removeprefix(folder.inner)) for name in names):
+            raise SourceError(
+                f"{folder.path}: holds files of {layout.title}, without {folder.inner}{layout.beside}: copy it into "
+                f"the folder, or pass {option(source_layout=layout.key)}"
+            )
 
 
 # --- full tensors -----------------------------------------------------------------------------------------------------

@@ -48,13 +48,17 @@ _COPY_CONFIG = "copy it into the folder, or pass the config of the Hugging Face 
 #: The file with arguments of the training program, and the arguments that have the value of a config field; those for
 #: rotary embeddings are apart, as their fields may be in a table.
 COMMON_NAME = "common.pt"
-_NO_ARGUMENTS = "arguments to compare the config with"
+_NO_ARGUMENTS = (
+    "the heads and other values of config.json that change no shape are right, as the checkpoint does not have the "
+    "training program's arguments, which they are compared with"
+)
 ARGUMENTS = {
     "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads",
     "num_query_groups": "num_key_value_heads", "vocab_size": "vocab_size", "norm_epsilon": "rms_norm_eps",
 }  # fmt: skip
 #: The kinds of rotary embeddings that have the position_embedding_type rope, also scaled.
-_ROPE_TYPES = frozenset({"default", "linear", "llama3"})
+_SCALED = "llama3"
+_ROPE_TYPES = frozenset({"default", "linear", _SCALED})
 _LOCAL_BASE = "rope_local_base_freq"
 _ROTARY = {"rotary_base": "rope_theta", "rotary_percent": "partial_rotary_factor"}
 #: The config fields that say which layers do not have experts, and their usual values.
@@ -80,10 +84,13 @@ def rotary_arguments(config: Mapping[str, object]) -> dict[str, object]:
     stated = held if isinstance(held, dict) else {}
     if _LOCAL_BASE in config or any(isinstance(value, dict) for value in stated.values()):
         return {}
-    fields = {**config, **stated}
+    fields = {"partial_rotary_factor": 1.0, **config, **stated}
     found = {name: fields[field] for name, field in _ROTARY.items() if fields.get(field) is not None}
-    is_rope = stated.get("rope_type", stated.get("type", "default")) in _ROPE_TYPES
-    return ({"position_embedding_type": "rope"} if is_rope else {}) | found
+    if (kind := stated.get("rope_type", stated.get("type", "default"))) in _ROPE_TYPES:
+        found |= {"position_embedding_type": "rope", "use_rope_scaling": kind == _SCALED}
+    if kind == _SCALED and "factor" in stated:
+        found["rope_scaling_factor"] = stated["factor"]
+    return found
 
 
 class _View(NamedTuple):
@@ -96,11 +103,11 @@ class _View(NamedTuple):
 
 def read_megatron(
     folder: SourceFolder, config: Mapping[str, object] | None
-) -> tuple[dict[str, TensorSpec], StoredTensors, tuple[str, ...]]:
+) -> tuple[dict[str, TensorSpec], StoredTensors, tuple[str, ...], tuple[str, ...]]:
     """Read the positions of all weights, under the names of a Hugging Face checkpoint.
 
     Returns:
-        Name to dtype and shape of each tensor, where they are stored, and the contents that are left out.
+        Name to dtype and shape of each tensor, where they are stored, the contents that are left out, and assumptions.
 
     Raises:
         SourceError: if the config is missing, a tensor is unknown or missing, or contradicts the config.
@@ -123,7 +130,8 @@ def read_megatron(
     for name in _check_constants(stored, specs, implied_tensors(found.rules, found.sizes)):
         del specs[name], target_of[name]
     stored = stored.with_layer(found.tied_embedding() | _reordered(found, specs)).with_layer(_copies(found, specs))
-    return specs, stored, (*found.listed.left_out, *_removed(found.held, found.views))
+    assumed = () if found.has_arguments else (_NO_ARGUMENTS,)
+    return specs, stored, (*found.listed.left_out, *_removed(found.held, found.views)), assumed
 
 
 class _Found(NamedTuple):
@@ -136,6 +144,7 @@ class _Found(NamedTuple):
         views: name in the rules to tensor.
         held: the file tensors.
         has_head: whether it has a head beside the embedding that it is a copy of.
+        has_arguments: whether the config was compared with the arguments of the training program.
     """
 
     rules: ChosenRules
@@ -144,6 +153,7 @@ class _Found(NamedTuple):
     views: Mapping[str, _View]
     held: FoundTensors
     has_head: bool
+    has_arguments: bool
 
     def tied_embedding(self) -> dict[str, Transform]:
         """The embedding, compared with the copy in the head."""
@@ -164,13 +174,12 @@ def _find(folder: SourceFolder, rules: ChosenRules) -> _Found:
     num_layers, is_legacy = sizes["num_hidden_layers"], DCP_METADATA not in folder.names
     with UnpicklerProcess() as process:
         listed = list_ranks(folder, rules, num_layers) if is_legacy else list_dcp(process, folder, _select)
-        unchecked = () if _check_arguments(process, folder, rules, sizes) else (_NO_ARGUMENTS,)
-    listed = listed._replace(left_out=(*listed.left_out, *unchecked))
+        has_arguments = _check_arguments(process, folder, rules, sizes)
     views = _views(listed, num_layers)
     has_head = is_legacy and bool(sizes.get("tie_word_embeddings")) and views.pop(HEAD, None) is not None
     held = row_tensors_of_files(rules.rules, {name: view.spec for name, view in views.items()}, sizes)
     _check(held, listed, views, rules, sizes)
-    return _Found(rules, sizes, listed, views, held, has_head)
+    return _Found(rules, sizes, listed, views, held, has_head, has_arguments)
 
 
 def _source_tensors(found: _Found) -> tuple[dict[str, TensorSpec], dict[str, str]]:
@@ -242,13 +251,23 @@ def _check_arguments(
             f"{error.message}, or move it to another folder, to read the weights without a comparison of its arguments "
             "with the config"
         ) from error
-    fields = ARGUMENTS | {name: field for group in rules.groups for name, field in group.settings.items()}
-    stated = {name: sizes[field] for name, field in fields.items() if field in sizes} | rotary_arguments(sizes)
-    for name, field in (fields | _ROTARY).items():
+    for name, (value, what) in _expected_arguments(rules, sizes).items():
         is_used = name != "num_query_groups" or arguments.get("group_query_attention")
-        if name in arguments and is_used and arguments[name] != (value := stated.get(name, arguments[name])):
-            raise PlanError(f"{field} is {value} in the config (expected {arguments[name]} by {names[0]})")
+        if name in arguments and is_used and arguments[name] != value:
+            raise PlanError(f"{what} (expected {arguments[name]} by {names[0]})")
     return not ARGUMENTS.keys().isdisjoint(arguments)
+
+
+def _expected_arguments(rules: ChosenRules, sizes: Mapping[str, Any]) -> dict[str, tuple[object, str]]:
+    """Name of each argument that the config decides to its value, and a description of it."""
+    fields = ARGUMENTS | {name: field for group in rules.groups for name, field in group.settings.items()}
+    stated = [(name, field, sizes[field]) for name, field in fields.items() if field in sizes]
+    stated += [(name, _ROTARY.get(name, name), value) for name, value in rotary_arguments(sizes).items()]
+    groups, kind = layout_file(MEGATRON).groups.values(), sizes.get("model_type")
+    of_type: dict[str, object] = {name: False for one in groups for name, value in one.args.items() if value is True}
+    of_type |= {name: value for group in rules.groups for name, value in group.args.items()}
+    found = {name: (value, f"{field} is {value} in the config") for name, field, value in stated}
+    return found | {name: (value, f"{name} is {value} for model type {kind!r:.40}") for name, value in of_type.items()}
 
 
 def _check_constants(
@@ -300,13 +319,13 @@ def _check(
     names, num_layers = {tensor.name for tensor in held.tensors.values()}, sizes["num_hidden_layers"]
     check_layers((name for name in names if split_layer(name, num_layers)), sizes)
     check_needed(rules, names, [*range(num_layers), *mtp_layers(names, num_layers)])
-    _check_experts(names, rules, sizes)
+    check_experts(names, rules, sizes)
     eh_projs = (f"decoder.layers.{layer}.eh_proj.weight" for layer in range(num_layers))
     if (wrong := next((name for name in eh_projs if name in names), None)) is not None:
         raise PlanError(f"{wrong} is of an MTP layer (expected none among the layers, num_hidden_layers {num_layers})")
 
 
-def _check_experts(names: Collection[str], rules: ChosenRules, config: Mapping[str, Any]) -> None:
+def check_experts(names: Collection[str], rules: ChosenRules, config: Mapping[str, Any]) -> None:
     """Check that the layers with experts are those of the config, if it states them.
 
     Raises:

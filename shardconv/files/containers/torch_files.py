@@ -111,14 +111,14 @@ def list_metadata(
         yield _checked_answer(path, answer)
 
 
-def list_arguments(process: "UnpicklerProcess", path: AnyPath) -> Mapping[str, float]:
-    """The numbers among the arguments of the program that saved a file; none if it does not have arguments.
+def list_arguments(process: "UnpicklerProcess", path: AnyPath) -> Mapping[str, float | str]:
+    """The numbers and words among the arguments of the program that saved a file; none if it does not have arguments.
 
     Raises:
         SourceError: if the file is damaged.
     """
     (answer,) = process.ask([Request("arguments")], [path])
-    arguments: Mapping[str, float] = _checked_answer(path, answer)["arguments"]
+    arguments: Mapping[str, float | str] = _checked_answer(path, answer)["arguments"]
     return arguments
 
 

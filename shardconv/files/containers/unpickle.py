@@ -672,16 +672,26 @@ def list_chunk(file: File) -> Listed:
     yield {"tensors": [describe("", loaded, positions)], "left_out": []}
 
 
-def list_arguments(file: File) -> Listed:
-    """List the numbers among the arguments of the program that saved a file, its entry ``args``; errors as above.
+#: Most characters of a word among arguments.
+_MAX_WORD = 100
 
-    Its other objects do not matter, whatever their classes are.
+
+def list_arguments(file: File) -> Listed:
+    """List the numbers and words among the arguments of the program that saved a file, its entry ``args``.
+
+    Its other objects do not matter, whatever their classes are. Errors as above.
     """
     loaded = read_zip(file, AnyRecord)[0]
     found = loaded.get("args") if isinstance(loaded, dict) else None
     items = found.items() if isinstance(found, Record) else ()
-    numbers = ((name, value) for name, value in items if isinstance(name, str) and isinstance(value, int | float))
-    yield {"arguments": {name: value for name, value in numbers if abs(value) < 2**63}}
+    yield {"arguments": {name: value for name, value in items if isinstance(name, str) and _is_plain(value)}}
+
+
+def _is_plain(value: object) -> bool:
+    """Whether an argument is a number or a word."""
+    if isinstance(value, str):
+        return len(value) <= _MAX_WORD and value.isidentifier()
+    return isinstance(value, int | float) and abs(value) < 2**63
 
 
 # --- metadata of torch.distributed.checkpoint -----------------------------------------------------------------------
