@@ -167,8 +167,9 @@ def test_arguments_of_the_training_script(written, kind, arguments):
         ({"full_attention": {"rope_type": "default", "rope_theta": 150000.0}}, {}),
     ],
 )
-def test_arguments_that_the_training_script_has_to_decide(source_of, tmp_path, fields, expected_arguments):
+def test_arguments_that_the_training_script_has_to_decide(source_of, written, tmp_path, fields, expected_arguments):
     """Megatron-LM prefers arguments of a checkpoint to those of the script."""
+    assert "swiglu" not in vars(common(written("gemma2"))["args"])
     source = shutil.copytree(source_of("gpt_oss"), tmp_path / "source")
     change_config(source, {"rope_parameters": fields})
     shardconv.split(source, tmp_path / "megatron", layout="megatron")

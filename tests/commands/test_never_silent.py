@@ -819,6 +819,16 @@ CASES: Mapping[str, Case] = {
         ),
         "(expected 0.5 by common.pt)", "--config",
     ),
+    "checkpoint of Megatron-Core, norms of another kind in the arguments": of_megatron(
+        lambda source: torch.save(
+            {"args": argparse.Namespace(normalization="LayerNorm")}, source / "iter_0000500" / "common.pt"
+        ),
+        "normalization is RMSNorm for model type", "(expected LayerNorm by common.pt)", "--config",
+    ),
+    "checkpoint of Megatron-Core, the description of its files is missing": of_megatron(
+        lambda source: (source / "iter_0000500" / "metadata.json").unlink(),
+        "holds files of Megatron-Core, without iter_0000500/metadata.json: copy it", "--from megatron",
+    ),
     "checkpoint of Megatron-Core, the file that names its iteration is missing": of_megatron(
         remove("latest_checkpointed_iteration.txt"), "latest_checkpointed_iteration.txt: is missing: copy it, or pass",
     ),

@@ -45,22 +45,23 @@ from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.support.errors import IntegrityError, PlanError, SourceError, option
 
 _COPY_CONFIG = "copy it into the folder, or pass the config of the Hugging Face checkpoint"
-#: The file with arguments of the training program, and the arguments that have the value of a config field; those for
-#: rotary embeddings are apart, as their fields may be in a table.
+#: The file with arguments of the training program.
 COMMON_NAME = "common.pt"
 _NO_ARGUMENTS = (
-    "the heads and other values of config.json that change no shape are right, as the checkpoint does not have the "
-    "training program's arguments, which they are compared with"
+    "heads and other values of config.json that change no shape were not compared, as the checkpoint does not have the "
+    "training program's arguments"
 )
+#: The arguments that have the value of a config field; those for rotary embeddings may be in a table of the config.
 ARGUMENTS = {
     "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads",
     "num_query_groups": "num_key_value_heads", "vocab_size": "vocab_size", "norm_epsilon": "rms_norm_eps",
 }  # fmt: skip
-#: The kinds of rotary embeddings that have the position_embedding_type rope, also scaled.
+_ROTARY = {"rotary_base": "rope_theta", "rotary_percent": "partial_rotary_factor"}
+#: The type of rotary embeddings that ``use_rope_scaling`` is for, and the types whose position_embedding_type is rope.
 _SCALED = "llama3"
 _ROPE_TYPES = frozenset({"default", "linear", _SCALED})
+#: A config field of models whose layers have different rotary bases.
 _LOCAL_BASE = "rope_local_base_freq"
-_ROTARY = {"rotary_base": "rope_theta", "rotary_percent": "partial_rotary_factor"}
 #: The config fields that say which layers do not have experts, and their usual values.
 _DENSE = {"first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1}
 
