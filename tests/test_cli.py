@@ -240,6 +240,11 @@ def test_path_after_two_dashes_may_look_like_an_option():
     assert "-overwrite: does not exist" in call("split", "--tp", 2, "--", "-overwrite").err
 
 
+def test_path_may_have_the_name_of_an_option():
+    assert "q: does not exist" in call("split", "q", "--tp", 2).err
+    assert "tp: does not exist" in call("split", "tp", "--tp", 2).err
+
+
 def test_value_may_look_like_an_option_with_one_dash():
     assert "x: does not exist" in call("run", "x", "--prompt", "-prompt").err
 

@@ -68,7 +68,7 @@ def _check_dashes(context: click.Context, args: Iterable[str], options: Mapping[
     for before, text in pairwise(["", *takewhile("--".__ne__, args)]):
         name, option = text.partition("=")[0], options.get(before)
         has_value = isinstance(option, click.Option) and not option.is_flag
-        if f"-{name}" in options and not has_value:
+        if name.startswith("-") and f"-{name}" in options and not has_value:
             raise click.NoSuchOption(name, possibilities=[f"-{name}"], ctx=context)
 
 
