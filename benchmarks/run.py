@@ -125,6 +125,7 @@ def compare_cold(forms: dict[str, Path], work: Path, rounds: int) -> dict[tuple[
         ranks together.
     """
     runs: dict[tuple[str, bool], list[dict[str, float]]] = {}
+    names = ("load", "first", "second", "memory", "touched")
     for number in range(rounds):
         for kind in sorted(forms, reverse=bool(number % 2)):
             for is_cold in (True, False):
@@ -134,7 +135,7 @@ def compare_cold(forms: dict[str, Path], work: Path, rounds: int) -> dict[tuple[
                             read_file(path)
                         drop(folder)
                 reports = run_ranks(kind, forms[kind], work)
-                worst = {name: max(rank[name] for rank in reports) for name in ("load", "first", "memory", "touched")}
+                worst = {name: max(rank[name] for rank in reports) for name in names}
                 stored = [rank["storage"] for rank in reports]
                 runs.setdefault((kind, is_cold), []).append({**worst, "storage": max(stored), "all": sum(stored)})
     return {key: {name: median(run[name] for run in of_kind) for name in of_kind[0]} for key, of_kind in runs.items()}

@@ -5,6 +5,7 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +23,8 @@ from benchmarks.run import FIRST, PROMPT, TOKENS, read_file
 def load(kind: str, path: str) -> Any:  # noqa: ANN401 - a model of transformers
     """Load the model: a split checkpoint (``ours``, ``verified``) or a source, or with transformers (``theirs``).
 
-    With ``read``, the rank's file is read once before it is loaded: the least that a verification does.
+    ``plain`` is transformers without tensor parallelism, by which shardconv builds and loads the model. With ``read``,
+    the rank's file is read once before it is loaded: the least that a verification does.
     """
     if kind == "read":
         read_file(Path(path, f"rank-{dist.get_rank()}-of-{dist.get_world_size()}.safetensors"))
@@ -30,7 +32,7 @@ def load(kind: str, path: str) -> Any:  # noqa: ANN401 - a model of transformers
         return shardconv.load(path, device="cpu", verify=kind == "verified")  # transformers does not verify
     if kind == "source":
         return shardconv.load(path, device="cpu", tp=dist.get_world_size())
-    config = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
+    config = None if kind == "plain" else DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
     return transformers.AutoModelForCausalLM.from_pretrained(path, distributed_config=config, dtype="auto").eval()
 
 
@@ -93,6 +95,15 @@ def storage_bytes() -> int:
     )
 
 
+def seconds(function: Callable[[], object]) -> float:
+    """The seconds that a function takes, until all ranks have called it."""
+    dist.barrier()
+    began = time.perf_counter()
+    function()
+    dist.barrier()
+    return time.perf_counter() - began
+
+
 def main(kind: str, path: str, rank: int, ranks: int, rendezvous: str) -> None:
     """Load the model, read a prompt and continue it; print the duration of each."""
     transformers.logging.set_verbosity_error()
@@ -130,6 +141,8 @@ def main(kind: str, path: str, rank: int, ranks: int, rendezvous: str) -> None:
         "touched": resident + read,
         "tokens": tokens[0, 16:].tolist(),
     }
+    del model
+    report["second"] = seconds(lambda: load(kind, path))
     print(json.dumps(report))
     dist.barrier()
     dist.destroy_process_group()
