@@ -686,6 +686,8 @@ def test_a_missing_description_of_the_files(source_of, written, tmp_path):
         ("llama", {"normalization": "LayerNorm"}, "normalization is RMSNorm for model type 'llama' (expected LayerN"),
         ("gemma2", {"swiglu": True}, "swiglu is False for model type 'gemma2' (expected True by common.pt)"),
         ("deepseek_v3", {"moe_router_score_function": "softmax"}, "moe_router_score_function is sigmoid for model typ"),
+        ("deepseek_v3", {"moe_router_num_groups": 4}, "n_group is 1 in the config (expected 4 by common.pt)"),
+        ("glm4_moe", {"moe_router_topk_scaling_factor": 2.5}, "routed_scaling_factor is 1.0 in the config (expected 2"),
     ],
 )  # fmt: skip
 def test_arguments_that_the_model_does_not_have(source_of, tmp_path, kind, arguments, text):
@@ -695,6 +697,15 @@ def test_arguments_that_the_model_does_not_have(source_of, tmp_path, kind, argum
     with pytest.raises(SourceError) as caught:
         shardconv.merge(folder, tmp_path / "merged")
     assert text in str(caught.value)
+
+
+def test_one_group_of_experts_is_the_default(source_of, tmp_path):
+    source = source_of("glm4_moe")
+    folder = write_megatron(tmp_path / "run", expected(source), source / "config.json")
+    arguments = argparse.Namespace(moe_router_num_groups=None, moe_router_topk_scaling_factor=None)
+    torch.save({"args": arguments}, folder / "iter_0000500" / "common.pt")
+    shardconv.merge(folder, tmp_path / "merged")
+    check_equal(read(tmp_path / "merged"), read(source))
 
 
 def test_channels_of_latent_attention_are_not_compared(source_of, tmp_path):
