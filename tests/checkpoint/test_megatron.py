@@ -18,12 +18,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from transformers import AutoModelForCausalLM
 
 import shardconv
+from shardconv.checkpoint.sources import layout_source
 from shardconv.files.input_files import InputFiles
 from shardconv.support.errors import IntegrityError, OutputError, PlanError, SourceError, UsageError
 from tests.support.changes import both, config, drop, put
@@ -661,6 +663,27 @@ def test_a_comparison_without_arguments_is_reported(written, tmp_path):
     assert "does not have the training program's arguments" in note
     assert note in call("merge", folder, "-o", tmp_path / "quiet", "--quiet").err
     assert note in shardconv.split(folder, tmp_path / "split", tp=2).assumed
+
+
+def test_a_large_checkpoint_is_merged_into_several_files(source_of, written, tmp_path, monkeypatch):
+    """With an index, as transformers writes and reads them."""
+    most = 50_000
+    monkeypatch.setattr(layout_source, "_MAX_FILE_BYTES", most)
+    folder, source = written("qwen3_moe"), source_of("qwen3_moe")
+    shardconv.merge(folder, tmp_path / "merged")
+    files = sorted((tmp_path / "merged").glob("*.safetensors"))
+    assert [path.name for path in files] == part_names(len(files))
+    tensors = [load_file(path) for path in files]
+    assert len(files) > 2
+    assert all(len(held) == 1 or sum(one.nbytes for one in held.values()) <= most for held in tensors)
+    check_equal({name: one for held in tensors for name, one in held.items()}, read(source))
+    loaded, expected = map(AutoModelForCausalLM.from_pretrained, (tmp_path / "merged", source))
+    check_equal(loaded.state_dict(), expected.state_dict())
+    shardconv.split(folder, tmp_path / "split", tp=2)
+    shardconv.merge(tmp_path / "split", tmp_path / "again")
+    check_equal_files(tmp_path / "merged", tmp_path / "again")
+    shardconv.merge(folder, tmp_path / "one.safetensors")
+    check_equal(load_file(tmp_path / "one.safetensors"), read(source))
 
 
 def test_a_missing_description_of_the_files(source_of, written, tmp_path):

@@ -28,8 +28,8 @@ from shardconv.checkpoint.sources.megatron_source import read_megatron
 from shardconv.checkpoint.sources.meta_params import PARAMS_NAME, complete_config, known_config
 from shardconv.checkpoint.sources.source import Source, SourceFile, StoredTensors
 from shardconv.checkpoint.sources.transforms import UNTIE, Concatenation, Transform, WithCopies, rotary_rows
-from shardconv.files.containers.safetensors import FLOAT_NAMES, build_header, num_bytes
-from shardconv.files.folder import AnyPath, read_json
+from shardconv.files.containers.safetensors import FLOAT_NAMES, Header, build_header, build_index, num_bytes
+from shardconv.files.folder import AnyPath, Compressed, read_json
 from shardconv.files.weight_formats import (
     ADAPTER_FILES,
     CONFIG_NAME,
@@ -50,8 +50,8 @@ from shardconv.plan.request import PlanRequest, planner_for
 from shardconv.support.errors import IntegrityError, PlanError, SourceError, option
 from shardconv.support.formatting import counted
 
-#: Name and metadata of the file that a merge writes.
-_FILE, _METADATA = "model.safetensors", {"format": "pt"}
+#: Name and metadata of the file that a merge writes, and its maximum bytes, which transformers has by default, too.
+_FILE, _METADATA, _MAX_FILE_BYTES = "model.safetensors", {"format": "pt"}, 50 * 10**9
 
 
 def open_layout(
@@ -85,12 +85,12 @@ def open_layout(
         is_params = layout.beside == PARAMS_NAME
         left_out[beside] = "its values are in config.json" if is_params else f"describes the files of {layout.title}"
     without = f", without {', '.join(read.missing)}" if read.missing else ""
-    ordered = in_file_order(dict(sorted(read.specs.items())))
-    header = build_header(ordered.items(), _METADATA)
+    files = _files(in_file_order(dict(sorted(read.specs.items()))))
     return Source(
         folder.path,
         is_folder=True,
-        files=(SourceFile(_FILE, folder.path / _FILE, header),),
+        files=tuple(SourceFile(name, folder.path / name, header) for name, header in files),
+        index=(f"{_FILE}.index.json", Compressed(build_index(files).encode())) if len(files) > 1 else None,
         converted_from=read.stored,
         config=read.config,
         auxiliary_files=auxiliary_files,
@@ -102,6 +102,23 @@ def open_layout(
         assumed=read.assumed,
         derived=(f"converted from {counted(len(read.stored.files), 'file')} of {layout.title}{without}",),
     )
+
+
+def _files(specs: Mapping[str, TensorSpec]) -> list[tuple[str, Header]]:
+    """Name and header of each file that a merge writes."""
+    parts: list[list[tuple[str, TensorSpec]]] = [[]]
+    room = _MAX_FILE_BYTES
+    for name, spec in specs.items():
+        size = num_bytes(*spec[:2])
+        if size > room and parts[-1]:
+            parts.append([])
+            room = _MAX_FILE_BYTES
+        parts[-1].append((name, spec))
+        room -= size
+    stem, suffix = _FILE.split(".")
+    numbered = [f"{stem}-{number:05}-of-{len(parts):05}.{suffix}" for number in range(1, len(parts) + 1)]
+    names = numbered if len(parts) > 1 else [_FILE]
+    return [(name, build_header(part, _METADATA)) for name, part in zip(names, parts, strict=True)]
 
 
 class _Read(NamedTuple):

@@ -25,7 +25,7 @@ from shardconv.checkpoint.engine.layout import (
     lay_out_ranks,
 )
 from shardconv.checkpoint.sources.source import Source
-from shardconv.files.containers.safetensors import Header, num_bytes, total_bytes
+from shardconv.files.containers.safetensors import Header, build_index, num_bytes
 from shardconv.files.folder import AnyPath, Compressed
 from shardconv.layouts.layout import NATIVE, FileLayout
 from shardconv.plan.plan import Plan, TensorSpec
@@ -243,10 +243,7 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
         several = [(at, rank) for at, rank in enumerate(self.ranks) if layout.files_per_rank[at] > 1]
         for at, rank in several:
             files = zip(names[layout.file_range(at)], layout.headers[layout.file_range(at)], strict=True)
-            weight_map = {tensor: name for name, header in files for tensor in header.specs}
-            total = total_bytes(layout.tensors_of(at).values())
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            indexes[f"{self._rank_file(rank)}.index.json"] = json.dumps(index, indent=2) + "\n"
+            indexes[f"{self._rank_file(rank)}.index.json"] = build_index(files)
         return indexes
 
     def adapter_folders(self, folder: AnyPath) -> dict[str, AnyPath]:

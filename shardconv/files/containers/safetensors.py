@@ -388,6 +388,14 @@ def build_header(tensors: Iterable[tuple[str, TensorSpec]], metadata: dict[str, 
     return Header(raw, specs, metadata)
 
 
+def build_index(files: Iterable[tuple[str, Header]]) -> str:
+    """The text of the index of files with these names and headers."""
+    files = [*files]
+    weight_map = {tensor: name for name, header in files for tensor in header.specs}
+    total = sum(header.data_bytes for _, header in files)
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+
+
 @lru_cache
 def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of a tensor, checked as in the reference library: no intermediate product may exceed 64 bits.
