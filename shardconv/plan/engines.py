@@ -65,8 +65,10 @@ _VLLM = Engine(
         "gemma4_text": (_PER_LAYER,),
     },
     in_all_stages=frozenset({
-        "cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "gpt_oss", "granitemoe", "mixtral", "olmoe", "phimoe",
-        "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text", "stablelm",
+        "cohere", "cohere2", "cohere2_moe", "gemma", "gemma2", "gemma3_text", "gpt_oss", "granitemoe", "granitemoe_swa",
+        "granitemoehybrid", "granitemoeshared", "hy_v3", "jamba", "minicpm3", "mixtral", "olmo_hybrid", "olmoe",
+        "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text",
+        "stablelm",
     }),
     deepstack={"cohere_compass": 3, "qwen3_vl": 3, "qwen3_vl_moe": 3},
 )  # fmt: skip
