@@ -269,7 +269,10 @@ class Planner:
         """
         ep, experts = self.rules.ep, self._num_experts
         if ep > 1 and not experts:
-            raise UsageError(f"{option(ep=ep)}: the checkpoint does not have tensors of experts: remove the option")
+            raise UsageError(
+                f"{option(ep=ep)}: no tensor is known to be of an expert, by a name such as "
+                f"model.layers.0.mlp.experts.0.up_proj.weight: remove {option('ep')}"
+            )
         if ep > max(experts, 1):
             raise UsageError(
                 f"{option(ep=ep)} is more than the {experts} experts of the checkpoint: pass {option(ep=1)}, or a "

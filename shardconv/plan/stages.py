@@ -19,6 +19,7 @@ from shardconv.plan.families.family import ALL, EMBEDDING, HEAD, LAYERS, NUM_LAY
 from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.rule_set import ModelRules, RuleSet
 from shardconv.support.errors import PlanError, UsageError, check_count, option
+from shardconv.support.formatting import counted
 from shardconv.support.structs import Data
 
 #: The largest number of ranks of a plan, and of its stages; and of layers.
@@ -165,8 +166,11 @@ def chosen_stages(
         )
     count = len(counts) if pp is None else check_count(pp, "pp", MAX_RANKS)
     if stages and (count != len(counts) or count == 1):
-        expected = "at least 2" if count == 1 else f"{pp}, for {option(pp=pp)}"
-        raise UsageError(f"{as_option(stages)} has {len(counts)} of them (expected {expected}): correct it")
+        expected = f"{pp}, for {option(pp=pp)}" if count != len(counts) else "at least 2"
+        raise UsageError(
+            f"{as_option(stages)} is for {counted(len(counts), 'stage')} (expected {expected}): pass the number of "
+            f"layers of each stage"
+        )
     return StageChoice(count, counts)
 
 
@@ -237,7 +241,8 @@ class StageFinder:
             raise UsageError(f"{given} is more than the {known} layers of {path}: pass at most {known}")
         if total != sum(num_layers) and not (is_adapter and known is None):
             raise UsageError(
-                f"{as_option(num_layers)} has {sum(num_layers)} layers (expected {total}, of {path}): correct it"
+                f"{as_option(num_layers)} has {sum(num_layers)} layers (expected {total}, of {path}): pass numbers "
+                f"with this sum"
             )
         self._check_first(num_layers, path)
         missing = next((number for number in range(total) if number not in layers), None)  # ``total`` may be huge
@@ -300,8 +305,8 @@ class StageFinder:
 
     def _refusal(self, reason: str) -> PlanError:
         return PlanError(
-            f"{option('pp')} is not supported for family {self._rules.family}: {reason}: remove it. For a decoder, "
-            f"[stages] of a plan file names its modules"
+            f"{option('pp')} is not supported for family {self._rules.family}: {reason}: remove {option('pp')}, or, "
+            f"for a decoder, name its modules in [stages] of a plan file"
         )
 
 

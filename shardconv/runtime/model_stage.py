@@ -9,8 +9,8 @@ the first layer has an effect on the first stage only.
 The first stage also has the image encoder of a composite model, and broadcasts the features of images to all stages:
 some models add them to hidden states after one of the first layers.
 
-Hidden states have shape [batch, tokens, hidden size], in the dtype of the model. Each rank sends them to the rank of
-the same number in the next stage, with a flag that says whether a stage has failed. No rank reads it before the last
+Hidden states have shape [batch, tokens, hidden size], in the dtype of the embedding. Each rank sends them to the rank
+of the same number in the next stage, with a flag that says whether a stage has failed. No rank reads it before the last
 stage is done, so that an accelerator need not be waited for. Then all stages raise the error. A stage that fails takes
 part in the messages of a call, too, so that the others do not wait for it. Ranks of its own stage may wait, as without
 stages.
@@ -67,15 +67,33 @@ def check_runs(kind: ModelClass, plan: Plan) -> None:
         module.register_forward_pre_hook(check.record)
     for layer in parts.layers:
         check.connect(layer)
-    try:
-        with torch.enable_grad(), MetaFunctions():
-            model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device="meta"), use_cache=False)
-    except RunError:
-        raise
-    except Exception as error:
-        raise does_not_run(model, f"a dry run raises {one_line(error)}") from error
+    with torch.enable_grad():
+        _dry_run(model, use_cache=False)
     if check.called != [parts.embedding, *parts.layers, parts.norm]:
         raise does_not_run(model, "it does not call the embedding, each layer and the final norm once, in this order")
+    for number, layer in enumerate(parts.layers):
+        layer._forward_pre_hooks.clear()  # noqa: SLF001 - the inputs are checked
+        layer._forward_hooks.clear()  # noqa: SLF001
+        _empty(layer, number)
+    with torch.no_grad():
+        _dry_run(model)  # with a cache, as on a stage without these layers
+
+
+def _dry_run(model: nn.Module, **options: object) -> None:
+    """Call a model on the meta device.
+
+    Raises:
+        RunError: if the call fails.
+    """
+    try:
+        with MetaFunctions():
+            model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device="meta"), **options)
+    except RunError:
+        raise
+    except NotImplementedError as error:
+        raise does_not_run(model, "it reads values, which a dry run does not have") from error
+    except Exception as error:
+        raise does_not_run(model, f"a dry run raises {one_line(error)}") from error
 
 
 def does_not_run(model: nn.Module, reason: str) -> RunError:
@@ -110,11 +128,16 @@ def keep_stage(model: nn.Module, plan: Plan, stage: int) -> None:
             vars(module).update(_UNUSED_MODULE)
     for number, layer in enumerate(layers):
         if number not in stages.layers_of(stage):
-            layer._modules.clear()  # noqa: SLF001 - it computes nothing
-            vars(layer)[ON_OTHER_STAGE] = True
-            vars(layer)["forward"] = partial(_pass, number)
+            _empty(layer, number)
     if not stages.is_tied or stage < stages.count - 1:
         vars(model)["all_tied_weights_keys"] = {}  # of transformers: nothing is tied on this stage
+
+
+def _empty(layer: nn.Module, number: int) -> None:
+    """Remove the modules of a layer of another stage."""
+    layer._modules.clear()  # noqa: SLF001 - it computes nothing
+    vars(layer)[ON_OTHER_STAGE] = True
+    vars(layer)["forward"] = partial(_pass, number)
 
 
 def needed_tensors(names: Iterable[str], plan: Plan, stage: int) -> frozenset[str]:
@@ -144,7 +167,9 @@ def connect_stage(model: nn.Module, plan: Plan, axis: Axis) -> None:
     """
     assert plan.stages is not None
     parts = _Parts.of(model, StageFinder(plan.rules))
-    _Stage(axis, model, parts.embedding.embedding_dim).connect(parts, plan.stages.layers_of(axis.rank))
+    # parameters of layers may have another dtype than hidden states
+    dtype = run_on_first(lambda: next(parts.embedding.parameters()).dtype, axis)
+    _Stage(axis, model, parts.embedding.embedding_dim, dtype).connect(parts, plan.stages.layers_of(axis.rank))
 
 
 def refuse_parts(model: nn.Module) -> None:
@@ -243,7 +268,7 @@ class _LayerCheck:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.called: list[nn.Module] = []
-        self._current: Tensor | None = None
+        self._current: Any = None
 
     def record(self, module: nn.Module, _: object) -> None:
         """A forward pre-hook of a module that is called."""
@@ -258,6 +283,8 @@ class _LayerCheck:
     def _check(self, layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """A forward pre-hook of a layer."""
         hidden, others = _inputs(args, options)
+        if isinstance(self._current, tuple):
+            raise does_not_run(self._model, f"a {type(layer).__name__} returns a tuple, not hidden states")
         if self._current is not None and hidden is not self._current:
             raise does_not_run(self._model, f"it changes hidden states before {type(layer).__name__}")
         if any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(others)):
@@ -335,10 +362,17 @@ class _Messages:
 
 
 class _Stage:
-    """A stage of a model, which communicates with the stages beside it."""
+    """A stage of a model, which communicates with the stages beside it.
 
-    def __init__(self, axis: Axis, model: nn.Module, hidden_size: int) -> None:
-        self._axis, self._model, self._hidden_size = axis, model, hidden_size
+    Args:
+        axis: the ranks with the same rank in each stage.
+        model: the model.
+        hidden_size: of its hidden states.
+        dtype: of its hidden states and logits, which is that of the embedding.
+    """
+
+    def __init__(self, axis: Axis, model: nn.Module, hidden_size: int, dtype: torch.dtype) -> None:
+        self._axis, self._model, self._hidden_size, self._dtype = axis, model, hidden_size, dtype
         self._is_first, self._is_last = axis.rank == 0, axis.rank == axis.size - 1
         self._messages: _Messages | None = None  # of the call of the model that runs
         self._computes_features = False
@@ -479,16 +513,12 @@ class _Stage:
     def _checked(self, output: Tensor) -> Tensor:
         """An output, checked for the dtype that other stages expect."""
         if output.dtype != self._dtype:
-            raise does_not_run(self._model, f"an output is {output.dtype} (expected {self._dtype}, as its parameters)")
+            raise does_not_run(self._model, f"an output is {output.dtype} (expected {self._dtype}, as its embedding)")
         return output
 
     @property
     def _device(self) -> torch.device:
         return next(self._model.parameters()).device
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return next(self._model.parameters()).dtype
 
     def _check_called(self, *_: object) -> None:
         """A forward pre-hook: refuse a call of a part of the model, whose hidden states are on one stage."""

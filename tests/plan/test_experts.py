@@ -167,7 +167,7 @@ def test_a_proof_has_one_data_group(mixtral):
             "shards this expert, and with ep=2 ranks have whole experts",
         ),
         ("mixtral", {"layout": "megatron"}, UsageError, "ep does not apply to layout megatron"),
-        ("llama", {}, UsageError, "ep=2: the checkpoint does not have tensors of experts"),
+        ("llama", {}, UsageError, "ep=2: no tensor is known to be of an expert"),
     ],
 )
 def test_sizes_that_are_not_possible_are_refused(made, model_type, options, error, message):
@@ -179,7 +179,7 @@ def test_sizes_that_are_not_possible_are_refused(made, model_type, options, erro
 @pytest.mark.parametrize(
     ("model_type", "ep", "message"),
     [
-        ("llama", 2, "ep=2: the checkpoint does not have tensors of experts"),
+        ("llama", 2, "ep=2: no tensor is known to be of an expert"),
         ("mixtral", 7, "ep=7 is more than the 6 ex"),
     ],
 )

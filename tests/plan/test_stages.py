@@ -95,15 +95,15 @@ CHOSEN = {
     (2, (20, 21)): StageChoice(2, (20, 21)),
 }
 WRONG = {
-    (1, "2,2"): r'stages="2,2" has 2 of them \(expected at least 2\)',
+    (1, "2,2"): r'stages="2,2" is for 2 stages \(expected 1, for pp=1\)',
     (0, ""): r"pp is 0 \(expected an integer from 1 to 4096\)",
     (True, ""): r"pp is True",
     (4097, ""): r"pp is 4097",
     (1, "2,a"): 'stages="2,a" is wrong',
     (1, "2,,3"): 'stages="2,,3" is wrong',
     (1, (2, 0)): 'stages="2,0" is wrong',
-    (3, "2,2"): r'stages="2,2" has 2 of them \(expected 3, for pp=3\)',
-    (1, "4"): r"stages=4 has 1 of them \(expected at least 2\)",
+    (3, "2,2"): r'stages="2,2" is for 2 stages \(expected 3, for pp=3\)',
+    (1, "4"): r"stages=4 is for 1 stage \(expected at least 2\)",
 }
 
 

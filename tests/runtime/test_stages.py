@@ -44,6 +44,8 @@ OTHERS = {
     **{name: MODELS[name] for name in ("llama-classifier", "bert", *TYPES)},
     "llama-tied": Model("llama", {**GQA, "tie_word_embeddings": True}),
     "nanochat": Model("nanochat", GQA),
+    "flint": Model("flint", GQA),
+    "recurrent_gemma": Model("recurrent_gemma", {**GQA, "lru_width": 64, "attention_window_size": 8}),
     "llama4_text": Model("llama4_text", {**GQA, **MOE, "intermediate_size_mlp": 64}),
     "zamba2": Model("zamba2", {**GQA, "layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 8}),
 }
@@ -90,6 +92,14 @@ def test_outputs_equal_those_of_the_unsharded_model(ranks, source_of, tmp_path, 
     held = ranks("four", check_outputs, source, tmp_path / "split", {})
     assert max(held) < 0.6
     assert ranks("four", check_outputs, source, source, {"tp": tp, "pp": pp}) == held
+
+
+@pytest.mark.parametrize("name", ["llama", "flint"])
+def test_hidden_states_in_half_precision(ranks, source_of, tmp_path, name):
+    """The first parameter of a layer of flint stays in float32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(source_of(name), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "source")
+    ranks("four", check_outputs, tmp_path / "source", tmp_path / "source", {"tp": 1, "pp": 4})
 
 
 def check_on_device(axis, source):
@@ -183,6 +193,7 @@ REFUSED = {
     ),
     "the device of the embedding": ("llama4_text", {"tp": 2, "pp": 2}, "a dry run raises AttributeError"),
     "the embedding in each layer": ("zamba2", {"tp": 2, "pp": 2}, "gets more than one input from other stages"),
+    "states in the layers": ("recurrent_gemma", {"tp": 2, "pp": 2}, "a dry run raises AttributeError"),
     "encoder": ("bert", {"tp": 2, "pp": 2}, "pp is not supported for family bert"),
 }
 

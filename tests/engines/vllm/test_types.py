@@ -51,7 +51,7 @@ _NO_EXPERTS, _SPARSE = " layer found in ", "Sparse Attention is not supported on
 ALLOWED = {
     **dict.fromkeys(("afmoe", "glm4_moe", "glm4_moe-norms", "glm4_moe_lite", "hy_v3", "lfm2_moe"), _NO_EXPERTS),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _SPARSE),
-    "ernie4_5_moe": "'PPMissingLayer' object has no attribute",
+    "ernie4_5_moe": "AttributeError: 'PPMissingLayer'",
     "laguna": "no tensor for model.layers.1.mlp.experts.routed_experts.e_score_correction_bias",  # also in one stage
 }
 #: Checkpoints that vLLM does not construct on the meta device.
