@@ -722,7 +722,8 @@ def test_arguments_that_the_model_does_not_have(source_of, tmp_path, kind, argum
     assert text in str(caught.value)
 
 
-def test_one_group_of_experts_is_the_default(source_of, tmp_path):
+def test_arguments_that_are_none_are_not_compared(source_of, tmp_path):
+    """Megatron-Core then has one group of experts and a factor of 1, as this config."""
     source = source_of("glm4_moe")
     folder = write_megatron(tmp_path / "run", expected(source), source / "config.json")
     arguments = argparse.Namespace(moe_router_num_groups=None, moe_router_topk_scaling_factor=None)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, chain, islice
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -23,6 +23,8 @@ from shardconv.plan.families.family import HEAD
 from shardconv.plan.placement import Placement, intervals
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.support.errors import PlanError, option
+
+T = TypeVar("T")
 
 #: Names of the manifests of split and of padded checkpoints, and of split pipelines.
 MANIFEST_NAME, PADDING_NAME, PIPELINE_NAME = "shardconv.json", "shardconv-padding.json", "shardconv-pipeline.json"
@@ -351,14 +353,19 @@ def _divide(
         max_file_bytes: the limit.
     """
     others = max(file.header.data_offset for file in files) + sum(len(one.data) for one in files[0].constants)
-    groups: list[list[FileTensor]] = [[]]
-    used = others
-    for tensor in file_tensors:
-        size = max(num_bytes(*file.header.specs[tensor.name][:2]) for file in files)
-        if groups[-1] and used + size > max_file_bytes:
+    sizes = (max(num_bytes(*file.header.specs[tensor.name][:2]) for file in files) for tensor in file_tensors)
+    return divide(zip(file_tensors, sizes, strict=True), max_file_bytes - others)
+
+
+def divide(items: Iterable[tuple[T, int]], max_bytes: int) -> list[list[T]]:
+    """Divide items, each with its bytes, into consecutive groups that fit the limit or have one item."""
+    groups: list[list[T]] = [[]]
+    used = 0
+    for item, size in items:
+        if groups[-1] and used + size > max_bytes:
             groups.append([])
-            used = others
-        groups[-1].append(tensor)
+            used = 0
+        groups[-1].append(item)
         used += size
     return groups
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import geometry, unsharded
-from shardconv.checkpoint.engine.layout import in_file_order, lay_out_ranks
+from shardconv.checkpoint.engine.layout import divide, in_file_order, lay_out_ranks
 from shardconv.checkpoint.sources.dcp_files import read_dcp
 from shardconv.checkpoint.sources.folder_files import SourceFolder, ignore_options
 from shardconv.checkpoint.sources.layout_files import (
@@ -106,15 +106,7 @@ def open_layout(
 
 def _files(specs: Mapping[str, TensorSpec]) -> list[tuple[str, Header]]:
     """Name and header of each file that a merge writes."""
-    parts: list[list[tuple[str, TensorSpec]]] = [[]]
-    room = _MAX_FILE_BYTES
-    for name, spec in specs.items():
-        size = num_bytes(*spec[:2])
-        if size > room and parts[-1]:
-            parts.append([])
-            room = _MAX_FILE_BYTES
-        parts[-1].append((name, spec))
-        room -= size
+    parts = divide(((item, num_bytes(*item[1][:2])) for item in specs.items()), _MAX_FILE_BYTES)
     stem, suffix = _FILE.split(".")
     numbered = [f"{stem}-{number:05}-of-{len(parts):05}.{suffix}" for number in range(1, len(parts) + 1)]
     names = numbered if len(parts) > 1 else [_FILE]

@@ -254,8 +254,7 @@ def _check_arguments(
         ) from error
     for name, (value, what) in _expected_arguments(rules, sizes).items():
         is_used = name != "num_query_groups" or arguments.get("group_query_attention")
-        is_default = value == 1 and arguments.get(name) is None  # one group of experts, a factor of 1
-        if name in arguments and is_used and not is_default and arguments[name] != value:
+        if name in arguments and is_used and arguments[name] != value:
             raise PlanError(f"{what} (expected {arguments[name]} by {names[0]})")
     return not ARGUMENTS.keys().isdisjoint(arguments)
 
