@@ -266,12 +266,15 @@ def write_file(
 
 
 def _random_blocks(num_bytes: int) -> Iterator[bytes]:
-    """Yield random bytes that are finite numbers in every dtype: the highest bit of each exponent is zero."""
+    """Yield random bytes that are normal numbers in dtypes of 16 and 32 bits: processors may multiply others slowly.
+
+    Of the exponent of each number, the highest bit is 0 and the next one is 1.
+    """
     rng = random.Random(0)
     while num_bytes:
         size = min(num_bytes, 2**24)
-        mask = int.from_bytes(b"\xff\xbf" * (size // 2) + b"\xff" * (size % 2), "little")
-        yield (rng.getrandbits(8 * size) & mask).to_bytes(size, "little")
+        random_bits, ones = (int.from_bytes((pair * size)[:size], "little") for pair in (b"\xff\x9f", b"\x00\x20"))
+        yield (rng.getrandbits(8 * size) & random_bits | ones).to_bytes(size, "little")
         num_bytes -= size
 
 
