@@ -140,10 +140,8 @@ def _stop(scheme: Scheme) -> int | None:
 
 def _layers(tensors: Mapping[str, TensorSpec], settings: Settings) -> Iterator[tuple[str, Mapping[str, TensorSpec]]]:
     """Yield each layer that has the values of a format, as :meth:`_Kind.layer`."""
-    key = str if settings.names_numbers else without_numbers
-    kinds: dict[tuple[str, TensorSpec], _Kind] = {}
-    keys = [*tensors] if settings.names_numbers else kept_layer_keys(tensors)
-    known = set(keys)
+    key, keys = (str, [*tensors]) if settings.names_numbers else (without_numbers, kept_layer_keys(tensors))
+    kinds, known = dict[tuple[str, TensorSpec], _Kind](), set(keys)
     for found, (name, spec) in zip(zip(keys, tensors.values(), strict=True), tensors.items(), strict=True):
         if (kind := kinds.get(found)) is None:
             kind = kinds[found] = _Kind(name, _schemes(name, spec, settings), lambda other: key(other) in known)
