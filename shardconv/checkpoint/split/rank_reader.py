@@ -154,27 +154,36 @@ class _StripeChecks:
             threading.Thread(target=self._work, name="shardconv", daemon=True).start()
 
     def _work(self) -> None:
-        while (number := self._next()) is not None:
-            try:
-                self._reader.check(number, self._stripes[number], self._views)
-            except BaseException as error:  # noqa: BLE001 - `wait` raises it
-                self.stop(error)
-                return
-            with self._changed:
-                self._missing.discard(number)
-                self._changed.notify_all()
+        while self._check_next():
+            pass
+
+    def _check_next(self) -> bool:
+        """Check the next stripe; returns whether there was one without an error."""
+        if (number := self._next()) is None:
+            return False
+        try:
+            self._reader.check(number, self._stripes[number], self._views)
+        except BaseException as error:  # noqa: BLE001 - `wait` raises it
+            self.stop(error)
+            return False
+        with self._changed:
+            self._missing.discard(number)
+            self._changed.notify_all()
+        return True
 
     def _next(self) -> int | None:
         with self._changed:
             return None if self._error is not None else next(self._numbers, None)
 
     def wait(self, tensor: int | None = None) -> None:
-        """Wait for the checks of a tensor's stripes, by default of all stripes.
+        """Wait for the checks of a tensor's stripes, by default of all stripes; meanwhile check the next ones.
 
         Raises:
             IntegrityError: if bytes of any stripe differ from their checksum.
         """
         wanted = self._missing if tensor is None else self._of_tensor.get(tensor, set())
+        while wanted & self._missing and self._check_next():
+            pass
         with self._changed:
             self._changed.wait_for(lambda: self._error or not wanted & self._missing)
             if self._error is not None:
