@@ -5,12 +5,13 @@ over a subset of the processes, in a given order, are created by their members o
 all processes.
 """
 
+import atexit
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,10 @@ class Axis:
     group: dist.ProcessGroup | None
     channel: SharedMemoryChannel | None = None
 
+    def __post_init__(self) -> None:
+        if self.group is not None:
+            _group_axes.add(self)
+
     def with_shared_memory(self) -> Self:
         """Return this axis with a shared-memory channel, if its ranks are on one machine. All its ranks call it.
 
@@ -69,6 +74,20 @@ class Axis:
     def __repr__(self) -> str:
         """Omit the process group, whose repr is a memory address."""
         return f"Axis({self.name}, rank {self.rank} of {self.size}, ranks {list(self.ranks)})"
+
+
+#: The axes with a process group.
+_group_axes: WeakSet[Axis] = WeakSet()
+
+
+@atexit.register
+def _release_groups() -> None:
+    """Release destroyed process groups, which axes and so models hold, so that their threads end.
+
+    Threads of gloo take the GIL to free tensors of earlier operations. While the interpreter exits, that aborts it.
+    """
+    for axis in () if dist.is_initialized() else _group_axes:
+        object.__setattr__(axis, "group", None)
 
 
 #: Type of ``group=`` arguments: process group, one-dimensional mesh, axis, or None for the current tensor axis.

@@ -1,5 +1,7 @@
 """Groups over given ranks, which only their members create, in the given order."""
 
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -277,3 +279,29 @@ def test_under_torchrun(tmp_path):
     result = run_python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("refused: WORLD_SIZE is 2") == 2
+
+
+KEPT = """
+import atexit
+from pathlib import Path
+
+def count():
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    print(sum("gloo" in name for name in names) > 0, flush=True)
+
+atexit.register(count)  # runs after the functions that are registered later
+import torch.distributed as dist
+import shardconv
+from shardconv.layers import ColumnParallelLinear
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+layer = ColumnParallelLinear(8, 16)
+count()
+shardconv.destroy_parallel()
+count()
+"""
+
+
+def test_threads_of_groups_end_before_the_interpreter():
+    """A model that is in use to the end holds its group, whose threads abort an interpreter that has exited."""
+    result = subprocess.run([sys.executable, "-c", KEPT], capture_output=True, text=True, timeout=200, check=False)
+    assert (result.returncode, result.stdout.split()) == (0, ["True", "True", "False"]), result.stderr
