@@ -74,7 +74,8 @@ def write_llama(path: Path, *options: str) -> int:
     return path.stat().st_size
 
 
-#: Reads some bytes of a file in blocks, or writes as many to each target, or copies them, and does nothing else.
+#: Reads some bytes of a file in blocks, or writes as many to each target, or copies them, or copies columns of blocks
+#: to the targets or from as many parts of the file, and does nothing else.
 _LOOP = """
 import mmap, os, sys
 kind, size, source, *targets = sys.argv[1:]
@@ -85,16 +86,20 @@ if kind == "map and hash":
     import xxhash
     hashed, mapped = xxhash.xxh3_128(), mmap.mmap(read, 0, access=mmap.ACCESS_COPY)
     view = memoryview(mapped)
-if kind == "copy columns":
+if "columns" in kind:
     import numpy
-    columns = numpy.frombuffer(block, "u1").reshape(-1, len(targets), 2**12)
+    columns = numpy.frombuffer(block, "u1").reshape(-1, 4, 2**12)
     column = numpy.empty_like(columns[:, 0])
 for offset in range(0, size, len(block)):
     if kind == "map and hash":
         mapped.madvise(22, offset, min(len(block), size - offset))  # MADV_POPULATE_READ
         hashed.update(view[offset : offset + len(block)])
         continue
-    if kind != "write":
+    if kind == "merge columns":
+        for number in range(4):
+            os.preadv(read, [column], (number * size + offset) // 4)
+            numpy.copyto(columns[:, number], column)
+    elif kind != "write":
         os.preadv(read, [block], offset)
     if kind == "copy columns":
         for number, target in enumerate(write):
@@ -139,7 +144,7 @@ def bounds(place: Place) -> Iterator[Row]:
     A split of an adapter (section adapters) reads a part of what it writes, as the loop of the fifth row does. A
     verified load (loading_and_running) maps and hashes its files. A merge, and a split to one file (megatron_files),
     hash what they copy, with two threads, of which one writes at a time. A split of GPTQ (quantized) copies columns of
-    most of its matrices. The usual script is that of the section usual_script.
+    most of its matrices, and a merge puts them together. The usual script is that of the section usual_script.
     """
     with llama(place) as source:
         copied, size = source.parent / "cp.out", source.stat().st_size
@@ -156,6 +161,8 @@ def bounds(place: Place) -> Iterator[Row]:
         plain = (*loop, "copy", str(size), source, copied)
         pairs = pairs_of((*loop, "copy columns", str(size), source, *targets), plain)
         yield _pair_row(f"copy columns of 4 KiB to four files / copy, {place.kind}", "(none)", pairs, "copy")
+        pairs = pairs_of((*loop, "merge columns", str(size), source, targets[0]), plain)
+        yield _pair_row(f"merge columns of 4 KiB of four files / copy, {place.kind}", "(none)", pairs, "copy")
         script = (sys.executable, Path(__file__).with_name("usual_script.py"), source, copied, "8")
         pairs = pairs_of(script, (*loop, "copy", str(size), source, targets[0]))
         yield _pair_row(f"usual script / copy in blocks of 256 KiB, {place.kind}", "(none)", pairs, "copy")
@@ -221,23 +228,27 @@ def copying(place: Place) -> Iterator[Row]:
 
 
 def quantized(place: Place) -> Iterator[Row]:
-    """Split and merge of quantized checkpoints, compared with an unquantized one of as many bytes (bf16)."""
+    """Split and merge of quantized checkpoints, compared with an unquantized one of as many bytes (bf16).
+
+    Memory is warm (section copying).
+    """
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
     outputs = tuple(folder / name for name in ("out", "out-bf16", "back", "back-bf16"))
     out, out_bf16, back, back_bf16 = outputs
+    pairs_of = partial(run_pairs, rounds=ROUNDS, warm_bytes=place.warm_bytes)
     try:
         sizes = {form: _write_quantized(folder / form, form) for form in ("bf16", "gptq", "fp8")}
         for form in ("gptq", "fp8"):
             per_byte = sizes["bf16"] / sizes[form]
             split = shardconv("split", folder / form, "--tp", "8", "-o", out)
             split_bf16 = shardconv("split", folder / "bf16", "--tp", "8", "-o", out_bf16)
-            pairs = run_pairs(split, split_bf16, outputs=(out, out_bf16), rounds=ROUNDS)
+            pairs = pairs_of(split, split_bf16, outputs=(out, out_bf16))
             yield _rate_row(f"split for tp=8, {form} / bf16, time per byte", pairs, per_byte)
             run(split)
             run(split_bf16)
             merge = shardconv("merge", out, "-o", back)
             merge_bf16 = shardconv("merge", out_bf16, "-o", back_bf16)
-            pairs = run_pairs(merge, merge_bf16, outputs=(back, back_bf16), rounds=ROUNDS)
+            pairs = pairs_of(merge, merge_bf16, outputs=(back, back_bf16))
             yield _rate_row(f"merge of 8, {form} / bf16, time per byte", pairs, per_byte)
             remove(out)
             remove(out_bf16)
@@ -715,7 +726,7 @@ def main() -> None:
     warm = Place("tmpfs, warm memory", arguments.memory, warm_bytes=4 * 10**9)
     plan: list[tuple[Callable[[Place], Iterator[Row]], tuple[Place, ...]]] = [
         (copying, (tmpfs, warm, disk)), (bounds, (warm,)), (hosts, (disk,)),
-        (quantized, (tmpfs,)), (adapters, (tmpfs,)),
+        (quantized, (warm,)), (adapters, (tmpfs,)),
         (pytorch_files, (tmpfs,)), (meta_files, (tmpfs,)), (megatron_files, (warm,)),
         (usual_script, (tmpfs,)), (checksums, (tmpfs,)),
         (resuming, (tmpfs,)), (memory, (tmpfs,)),
