@@ -23,14 +23,14 @@ WHILE_REMOVING = "shardconv: interrupted; a signal ended the removal of files, s
 MARK = "SHARDCONV_TEST_MARK"
 pytestmark = pytest.mark.timeout(240)
 
-#: Sends SIGINT before the n-th import after the import of the entry point.
-BEFORE_IMPORT = """
+#: Sends SIGINT before an event of Python's: its n-th one whose first argument ends with a text.
+BEFORE = """
 import itertools, os, signal, sys
 import shardconv.__main__
 signal.signal(signal.SIGINT, signal.default_int_handler)
 steps = itertools.count(1)
 def interrupt(event, arguments):
-    if event == "import" and next(steps) == {step}:
+    if event == {event!r} and str(arguments[0]).endswith({text!r}) and next(steps) == {step}:
         os.kill(os.getpid(), signal.SIGINT)
 sys.addaudithook(interrupt)
 shardconv.__main__.main()
@@ -104,7 +104,11 @@ IMPORTS = [
 
 @pytest.mark.parametrize(("arguments", "step"), IMPORTS)
 def test_sigint_before_an_import(made, arguments, step):
-    check(interrupted(BEFORE_IMPORT.format(step=step), [str(one).format(made=made) for one in arguments]))
+    check(
+        interrupted(
+            BEFORE.format(event="import", text="", step=step), [str(one).format(made=made) for one in arguments]
+        )
+    )
 
 
 @needs_torch
@@ -123,7 +127,8 @@ def test_sigint_at_any_moment(made, tmp_path):
 
 
 def test_sigint_with_json(made):
-    result = interrupted(BEFORE_IMPORT.format(step=180), ["plan", made / "tiny", "--tp", 2, "--json"])
+    code = BEFORE.format(event="open", text="config.json", step=1)  # no import runs, which would defer the signal
+    result = interrupted(code, ["plan", made / "tiny", "--tp", 2, "--json"])
     assert (result.code, result.out) == (130, f'{{"error": "{LINE.removeprefix("shardconv: ")}", "exit_code": 130}}\n')
 
 
