@@ -23,7 +23,7 @@ WHILE_REMOVING = "shardconv: interrupted; a signal ended the removal of files, s
 MARK = "SHARDCONV_TEST_MARK"
 pytestmark = pytest.mark.timeout(240)
 
-#: Sends SIGINT before an event of Python's: its n-th one whose first argument ends with a text.
+#: Sends SIGINT before the n-th audit event of a name whose first argument ends with a text.
 BEFORE = """
 import itertools, os, signal, sys
 import shardconv.__main__
@@ -104,11 +104,8 @@ IMPORTS = [
 
 @pytest.mark.parametrize(("arguments", "step"), IMPORTS)
 def test_sigint_before_an_import(made, arguments, step):
-    check(
-        interrupted(
-            BEFORE.format(event="import", text="", step=step), [str(one).format(made=made) for one in arguments]
-        )
-    )
+    code = BEFORE.format(event="import", text="", step=step)
+    check(interrupted(code, [str(one).format(made=made) for one in arguments]))
 
 
 @needs_torch

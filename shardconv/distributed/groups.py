@@ -84,7 +84,7 @@ _group_axes: WeakSet[Axis] = WeakSet()
 def _release_groups() -> None:
     """Release destroyed process groups, which axes and so models hold, so that their threads end.
 
-    Threads of gloo take the GIL to free tensors of earlier operations. While the interpreter exits, that aborts it.
+    Threads of gloo take the GIL to free tensors of earlier operations, which aborts an interpreter that is exiting.
     """
     for axis in () if dist.is_initialized() else _group_axes:
         object.__setattr__(axis, "group", None)

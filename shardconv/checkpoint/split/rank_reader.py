@@ -129,7 +129,7 @@ class _StripeChecks:
     """Checks of the stripes of a rank by several threads, in the order of the file, ahead of the reader of its shards.
 
     The threads check the mapped bytes, so that the pages are read from storage once, and are in memory for the reader.
-    They do not keep the process from exiting.
+    A thread that waits for a check takes part. The others do not keep the process from exiting.
 
     Args:
         reader: of the shards, with their checksums.
