@@ -23,7 +23,7 @@ from shardconv.plan.plan import Plan, TensorPlan, TensorSpec
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.stages import MAX_RANKS, StageChoice, StageFinder, Stages
 from shardconv.plan.tensor_groups import TensorGroups, group_tensors
-from shardconv.plan.tensor_placement import BlockedError, PaddedRule
+from shardconv.plan.tensor_placement import BlockedError, PaddedRule, TensorGroup
 from shardconv.support.errors import PlanError, UsageError, check_count, option
 from shardconv.support.formatting import ranges
 
@@ -95,7 +95,7 @@ class BlockedTp(Struct, frozen=True):
 
     Attributes:
         tp: the tensor parallel size.
-        tensor: the first tensor that cannot be sharded for it.
+        tensor: a tensor that cannot be sharded for it.
         reason: why the tensor cannot be sharded.
     """
 
@@ -309,13 +309,25 @@ class Planner:
         held = {name: finder.stages_of(group.matrix_of(name), stages) for name, group in self.group_of.items()}
         return {name: replace(plan, stages=held[name]) for name, plan in tensors.items()}
 
-    def place(self, tp: int) -> list[PlacedTensors]:
+    def place(self, tp: int, order: list[TensorGroup] | None = None) -> list[PlacedTensors]:
         """The placement of each group of equal tensors for ``tp`` ranks.
+
+        Args:
+            tp: the tensor parallel size.
+            order: the groups in the order in which they are placed, for several sizes: a group that cannot be placed is
+                moved to the front, as it blocks most other sizes too.
 
         Raises:
             BlockedError: if a tensor cannot be sharded for ``tp`` ranks.
         """
-        return [PlacedTensors(group.plan(tp).placement, group.spec, number) for group, number in self._sizes.items()]
+        placed, order = [], [*self._sizes] if order is None else order
+        for index, group in enumerate(order):
+            try:
+                placed.append(PlacedTensors(group.plan(tp).placement, group.spec, self._sizes[group]))
+            except BlockedError:
+                order.insert(0, order.pop(index))
+                raise
+        return placed
 
     def blocked(self, tp: int) -> BlockedTp | None:
         """The reason why a tensor parallel size is not supported; None if it is."""
@@ -368,9 +380,10 @@ def _more_memory(fraction: float) -> str:
 def tp_sizes(planner: Planner) -> TpSizes:
     """The supported sizes of :data:`CANDIDATE_TPS`, and the tensors that block the others."""
     unpadded, supported, blocked = planner.padded(0), dict[int, int](), list[BlockedTp]()
+    order = [*dict.fromkeys(unpadded.group_of.values())]
     for tp in CANDIDATE_TPS:
         try:
-            supported[tp] = max(rank_bytes(unpadded.place(tp)), default=0)
+            supported[tp] = max(rank_bytes(unpadded.place(tp, order)), default=0)
         except BlockedError as error:
             blocked.append(BlockedTp(tp, error.tensor, error.reason))
     few = [found.tp for found in blocked if found.tp <= MAX_PADDED_TP]

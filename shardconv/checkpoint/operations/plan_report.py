@@ -89,8 +89,8 @@ class PlanReport(Struct, frozen=True):
         left_out: name to reason of files of the source that are left out; names of hidden folders end with /.
         supported_tp: the supported tp sizes.
         supported_bytes: for each supported size the bytes of the tensors of the rank that has most.
-        blocked_tp: the unsupported sizes of :data:`~shardconv.plan.planner.CANDIDATE_TPS`, each with the first tensor
-            that blocks it, and the reason.
+        blocked_tp: the unsupported sizes of :data:`~shardconv.plan.planner.CANDIDATE_TPS`, each with a tensor that
+            blocks it, and the reason.
         padded_tp: the sizes among them up to :data:`~shardconv.plan.planner.MAX_PADDED_TP` that ``pad`` supports, and
             the cost of padding.
         padding: padded units of the plan for ``tp``, and their cost.
