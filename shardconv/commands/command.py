@@ -4,13 +4,15 @@ The ``params`` of a command are options of ``options.py`` and its own, which ``-
 """
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from itertools import pairwise, takewhile
 from typing import Any
 
 import click
 
+from shardconv.files.fileio import keep_freed_memory
+from shardconv.files.storage.url import is_url
 from shardconv.support.console import Console
 from shardconv.support.errors import WorldSizeError
 
@@ -100,6 +102,8 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the function of the command with its console."""
+        if any(is_url(one) for value in ctx.params.values() for one in _paths(value)):
+            keep_freed_memory()
         ctx.params["console"] = Console(as_json=ctx.params.pop("as_json"), quiet=ctx.params.pop("quiet"))
         return super().invoke(ctx)
 
@@ -120,6 +124,11 @@ class Command(click.Command):
             with formatter.section("Examples"):
                 for line in self.epilog.splitlines():
                     formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
+
+
+def _paths(value: object) -> Iterator[str]:
+    """The texts in the value of a parameter, such as URLs; paths are no texts."""
+    yield from (one for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, str))
 
 
 class OneProcessCommand(Command):

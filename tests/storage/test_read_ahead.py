@@ -1,5 +1,6 @@
 """Reading ahead: the right bytes, each fetched once, and no more of them in memory than allowed."""
 
+import platform
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -11,6 +12,7 @@ from shardconv.files import input_files
 from shardconv.files.input_files import InputFiles
 from shardconv.files.storage import read_ahead
 from shardconv.files.storage.read_ahead import ReadAhead
+from tests.support.forked import run_python
 
 CHUNK, ROOM = 64, 256
 DATA = bytes(range(256)) * 40
@@ -228,3 +230,29 @@ def test_local_files_are_prefetched_in_few_calls(tmp_path, monkeypatch, ranges, 
     wanted = {(number, at) for number, start, size in ranges for at in range(start, start + size)}
     assert {(number_of[one], at) for one, start, size in asked for at in range(start, start + size)} == wanted
     assert len(asked) == calls
+
+
+#: Prints the pages that the kernel provides for buffers which were used before, after a command with a source.
+REUSE = """
+import resource, sys
+from contextlib import suppress
+from shardconv.cli import cli
+
+def pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    buffers = [b"x" * 2**23 for _ in range(8)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+with suppress(Exception):
+    cli.main(["verify", sys.argv[1]], standalone_mode=False)
+pages()
+print(pages())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="has no settings for freed memory")
+def test_commands_with_urls_keep_the_memory_of_freed_buffers(tmp_path):
+    script = tmp_path / "reuse.py"
+    script.write_text(REUSE)
+    url, local = (int(run_python(script, source).stdout) for source in ("ftp://host/folder", tmp_path / "none"))
+    assert url < 100 < 5000 < local
