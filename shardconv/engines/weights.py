@@ -15,7 +15,6 @@ from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split
 from shardconv.checkpoint.split.rank_reader import RankReader
 from shardconv.engines.rank_tensor import HeldShard, RankTensor, positions_of
-from shardconv.plan.placement import Interval
 from shardconv.plan.stages import StageChoice
 from shardconv.runtime.rank_tensors import DTYPES, as_tensor
 from shardconv.runtime.ranks import check_config
@@ -145,11 +144,11 @@ def _names_of(stages: EngineStages, manifest: Manifest, engine: str) -> frozense
 
 
 def rank_weights(source: RankSource, *, dry_run: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor of a checkpoint: a rank tensor of the full shape where it is sharded, else the full tensor.
+    """Yield name and tensor of a checkpoint: the full tensor where it is replicated or mapped, else a rank tensor.
 
     Only the current tensor, and tensors that the caller keeps, are in memory. Rank tensors can also be read later.
-    Those of a source may be views of its mapped files: copy them before the iterator ends, as a change of the files is
-    noticed until then.
+    A mapped tensor of a source is a view of its file, of which only the pages that are used are read: copy it before
+    the iterator ends, as a change of the file is noticed until then.
 
     Args:
         source: result of :func:`open_for_engine`.
@@ -167,6 +166,9 @@ def rank_weights(source: RankSource, *, dry_run: bool = False) -> Iterator[tuple
             raise PlanError(
                 f"{name} has a dtype that torch does not have (got {spec.dtype}): use the engine's own loader"
             )
+        if not dry_run and (full := reader.map_full(name)) is not None:
+            yield name, as_tensor(name, spec.dtype, spec.shape, full)
+            continue
         placement = reader.plan.placement(name)
         read = partial(_zeros if dry_run else _read, reader, name)
         if placement.dim is None:
@@ -179,13 +181,8 @@ def rank_weights(source: RankSource, *, dry_run: bool = False) -> Iterator[tuple
 
 
 def _read(reader: RankReader, name: str) -> Tensor:
-    """Return the rank's shard: a slice of the full tensor where that is mapped, so that only the engine copies it."""
-    spec, placement = reader.tensors[name], reader.plan.placement(name)
-    match placement.dim, placement.ranks[reader.rank]:
-        case int(dim), (Interval() as held,) if (full := reader.map_full(name)) is not None:
-            return as_tensor(name, spec.dtype, spec.shape, full).narrow(dim, held.start, held.size)
-        case _:
-            return as_tensor(name, spec.dtype, reader.shard_shape(name), reader.read(name))
+    """Return the rank's shard of a tensor."""
+    return as_tensor(name, reader.tensors[name].dtype, reader.shard_shape(name), reader.read(name))
 
 
 def _zeros(reader: RankReader, name: str) -> Tensor:

@@ -76,10 +76,24 @@ def create(path: Path, mode: int = 0o666) -> BinaryIO:
 
 
 def will_need(descriptor: int, offset: int, size: int) -> None:
-    """Ask the operating system to read a byte range ahead, if it supports that."""
-    if fadvise is not None:
+    """Ask the operating system to read a byte range ahead, if it supports that and the range is not in memory."""
+    if fadvise is not None and not _is_cached(descriptor, offset, size):
         with suppress(OSError):
             fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
+
+
+def _is_cached(descriptor: int, offset: int, size: int) -> bool:
+    """Whether a byte range is in memory, judged by its middle and the pages beside those that other ranges may share.
+
+    This takes 3 us; asking Linux for a range that is in memory takes 70 us, as it looks at each of the first pages.
+    """
+    if not hasattr(os, "RWF_NOWAIT") or size < 3 * mmap.PAGESIZE:
+        return False
+    at = (offset + mmap.PAGESIZE, offset + size // 2, offset + size - 1 - mmap.PAGESIZE)
+    try:
+        return all(os.preadv(descriptor, [bytearray(1)], one, os.RWF_NOWAIT) for one in at)
+    except OSError:  # one of them is not, or the file system cannot tell
+        return False
 
 
 def populate(view: Bytes) -> bool:

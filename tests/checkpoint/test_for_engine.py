@@ -22,6 +22,7 @@ from shardconv.checkpoint.sources.planning import make_plan, plan_source
 from shardconv.checkpoint.split import loadable, rank_reader
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.checkpoint.split.rank_reader import RankFileReader, RankSourceReader
+from shardconv.engines.rank_tensor import RankTensor
 from shardconv.engines.weights import RankSource, open_for_engine, rank_weights
 from shardconv.files.input_files import InputFiles
 from shardconv.layers.sharding import take_shard
@@ -200,7 +201,7 @@ def aligned(source):
     save_file(load_file(source / "model.safetensors"), source / "model.safetensors")
 
 
-#: For each kind of source the change that makes it, and whether its shards are slices of mapped files.
+#: For each kind of source the change that makes it, and whether its tensors are views of mapped files.
 SOURCES = {"aligned": (aligned, True), "misaligned": (lambda _: None, False), "torch": (as_torch_file, False),
            "dcp": (as_dcp, False), "not mapped": (aligned, False)}  # fmt: skip
 
@@ -209,9 +210,9 @@ SOURCES = {"aligned": (aligned, True), "misaligned": (lambda _: None, False), "t
 @pytest.mark.parametrize("engine", [None, "vllm"])
 @pytest.mark.parametrize("kind", SOURCES)
 def test_weights_of_a_source(kind, engine, monkeypatch, tmp_path):
-    """For vLLM, shards of embeddings have padding. Only slices of mapped files are not copied."""
+    """For vLLM, shards of embeddings have padding. Tensors of mapped files are full ones, which are not copied."""
     source = write_checkpoint(tmp_path / "source")
-    full, (change, is_slice) = load_file(source / "model.safetensors"), SOURCES[kind]
+    full, (change, is_view) = load_file(source / "model.safetensors"), SOURCES[kind]
     change(source)
     if kind == "not mapped":
         monkeypatch.setattr(InputFiles, "map", lambda *_: None)
@@ -219,19 +220,18 @@ def test_weights_of_a_source(kind, engine, monkeypatch, tmp_path):
     for rank in range(2):
         reader = RankSourceReader(open_source(source), plan, rank)
         for name, weight in rank_weights(RankSource(reader, "")):
-            placement = plan.placement(name)
-            if placement.dim is None:
+            placement, mapped = plan.placement(name), reader.map_full(name)
+            assert isinstance(weight, RankTensor) == (placement.dim is not None and not is_view)
+            if placement.dim is not None:
+                assert (mapped is not None) == is_view
+            if mapped is not None:
+                assert weight.data_ptr() == torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
+            if not isinstance(weight, RankTensor):
                 assert torch.equal(bits(weight), bits(full[name]))
                 continue
-            held = [one for one, _ in placement.local_intervals(rank)]
-            for one in held:
+            for one, _ in placement.local_intervals(rank):
                 found, expected = (of.narrow(placement.dim, one.start, one.size) for of in (weight, full[name]))
                 assert torch.equal(bits(found.read()), bits(expected)), name
-            mapped = reader.map_full(name)
-            assert (mapped is not None) == is_slice
-            if mapped is not None and len(placement.ranks[rank]) == len(held) == 1:
-                address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
-                assert found.read().untyped_storage().data_ptr() == address
 
 
 RANK_FILE = "rank-1-of-2.safetensors"
