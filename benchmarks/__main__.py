@@ -74,8 +74,7 @@ def write_llama(path: Path, *options: str) -> int:
     return path.stat().st_size
 
 
-#: Reads some bytes of a file in blocks, or writes as many to each target, or copies them, or copies columns of blocks
-#: to the targets or from as many parts of the file, and does nothing else.
+#: Reads some bytes of a file in blocks, or writes as many to each target, or copies them, and does nothing else.
 _LOOP = """
 import mmap, os, sys
 kind, size, source, *targets = sys.argv[1:]
@@ -86,26 +85,14 @@ if kind == "map and hash":
     import xxhash
     hashed, mapped = xxhash.xxh3_128(), mmap.mmap(read, 0, access=mmap.ACCESS_COPY)
     view = memoryview(mapped)
-if "columns" in kind:
-    import numpy
-    columns = numpy.frombuffer(block, "u1").reshape(-1, 4, 2**12)
-    column = numpy.empty_like(columns[:, 0])
 for offset in range(0, size, len(block)):
     if kind == "map and hash":
         mapped.madvise(22, offset, min(len(block), size - offset))  # MADV_POPULATE_READ
         hashed.update(view[offset : offset + len(block)])
         continue
-    if kind == "merge columns":
-        for number in range(4):
-            os.preadv(read, [column], (number * size + offset) // 4)
-            numpy.copyto(columns[:, number], column)
-    elif kind != "write":
+    if kind != "write":
         os.preadv(read, [block], offset)
-    if kind == "copy columns":
-        for number, target in enumerate(write):
-            numpy.copyto(column, columns[:, number])
-            os.pwrite(target, column, offset // len(write))
-    elif kind != "read":
+    if kind != "read":
         for target in write:
             os.pwrite(target, block, offset)
 """
@@ -138,31 +125,87 @@ for each in threads:
 """
 
 
+#: Splits a file into eight, or merges eight parts of it into one, by two threads that read blocks of 1.5 MiB, hash what
+#: they write or read, and do nothing else. Of ten blocks some consist of columns of 2 KiB; each other is of one file.
+_COLUMNS = """
+import mmap, os, sys, threading, xxhash
+kind, share, source, *targets = sys.argv[1:]
+block, part, piece, stripe = 3 * 2**19, 3 * 2**16, 2**18, 21 * 3 * 2**19
+read = os.open(source, os.O_RDONLY)
+size = os.fstat(read).st_size // (8 * stripe) * 8 * stripe
+write = [os.open(target, os.O_CREAT | os.O_WRONLY) for target in targets]
+starts, starting, writing = iter(range(0, size, stripe)), threading.Lock(), [threading.Lock() for _ in write]
+for target in write:
+    os.truncate(target, size // len(write))
+def put(number, data, offset):
+    for at in range(0, len(data), piece):
+        with writing[number]:
+            os.pwrite(write[number], data[at : at + piece], offset + at)
+def scatter(buffer, column, columns, hashed, offset):
+    os.preadv(read, [buffer], offset)
+    for number in range(8):
+        columns[0][...] = columns[1][:, number]
+        hashed[number].update(column)
+        put(number, column, offset // 8)
+def gather(buffer, column, columns, hashed, offset):
+    for number in range(8):
+        os.preadv(read, [column], (number * size + offset) // 8)
+        hashed[number].update(column)
+        columns[1][:, number] = columns[0]
+    put(0, buffer, offset)
+def copy():
+    buffer, column = memoryview(mmap.mmap(-1, block)), memoryview(mmap.mmap(-1, part))
+    columns = None
+    while True:
+        with starting:
+            if (start := next(starts, None)) is None:
+                return
+        hashed = [xxhash.xxh3_128() for _ in range(8)]
+        for offset in range(start, start + stripe, block):
+            if offset // block % 10 < int(share):
+                if columns is None:
+                    import numpy as np
+                    columns = np.ndarray((96, 2**11), "u1", column), np.ndarray((96, 8, 2**11), "u1", buffer)
+                {"split": scatter, "merge": gather}[kind](buffer, column, columns, hashed, offset)
+                continue
+            os.preadv(read, [buffer], offset)
+            hashed[0].update(buffer)
+            number = start * len(write) // size
+            put(number, buffer, offset - number * size // len(write))
+threads = [threading.Thread(target=copy) for _ in range(2)]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+"""
+
+
 def bounds(place: Place) -> Iterator[Row]:
     """One thread that reads or writes bytes of the source and does nothing else, compared with ``cp``.
 
     A split of an adapter (section adapters) reads a part of what it writes, as the loop of the fifth row does. A
     verified load (loading_and_running) maps and hashes its files. A merge, and a split to one file (megatron_files),
-    hash what they copy, with two threads, of which one writes at a time. A split of GPTQ (quantized) copies columns of
-    most of its matrices, and a merge puts them together. The usual script is that of the section usual_script.
+    hash what they copy, with two threads, of which one writes at a time. Of a checkpoint of GPTQ (quantized), 7 of 10
+    bytes are of matrices whose columns are sharded; of one of bf16, 3 of 10. The usual script is that of the section
+    usual_script.
     """
     with llama(place) as source:
         copied, size = source.parent / "cp.out", source.stat().st_size
-        targets = tuple(source.parent / f"out{number}" for number in range(4))
+        targets = tuple(source.parent / f"out{number}" for number in range(8))
         pairs_of = partial(run_pairs, outputs=(copied, *targets), rounds=ROUNDS, warm_bytes=place.warm_bytes)
         loop, copy = (sys.executable, "-c", _LOOP), ("cp", source, copied)
         for kind in ("read", "map and hash", "write", "copy"):
             pairs = pairs_of((*loop, kind, str(size), source, targets[0]), copy)
             yield _pair_row(f"{kind} in blocks of 256 KiB / cp, {place.kind}", "(none)", pairs, "cp")
-        pairs = pairs_of((*loop, "copy", str(size // 4), source, *targets), copy)
+        pairs = pairs_of((*loop, "copy", str(size // 4), source, *targets[:4]), copy)
         yield _pair_row(f"read a quarter, and write it four times / cp, {place.kind}", "(none)", pairs, "cp")
         pairs = pairs_of((sys.executable, "-c", _TO_ONE_FILE, source, targets[0]), copy)
         yield _pair_row(f"read, hash and write one file by two threads / cp, {place.kind}", "(none)", pairs, "cp")
-        plain = (*loop, "copy", str(size), source, copied)
-        pairs = pairs_of((*loop, "copy columns", str(size), source, *targets), plain)
-        yield _pair_row(f"copy columns of 4 KiB to four files / copy, {place.kind}", "(none)", pairs, "copy")
-        pairs = pairs_of((*loop, "merge columns", str(size), source, targets[0]), plain)
-        yield _pair_row(f"merge columns of 4 KiB of four files / copy, {place.kind}", "(none)", pairs, "copy")
+        for kind, of in (("split", targets), ("merge", targets[:1])):
+            columns = (sys.executable, "-c", _COLUMNS, kind)
+            pairs = pairs_of((*columns, "7", source, *of), (*columns, "3", source, *of))
+            claim = f"{kind}, 7 of 10 blocks of columns / 3 of 10, two threads, {place.kind}"
+            yield _pair_row(claim, "(none)", pairs, "3 of 10")
         script = (sys.executable, Path(__file__).with_name("usual_script.py"), source, copied, "8")
         pairs = pairs_of(script, (*loop, "copy", str(size), source, targets[0]))
         yield _pair_row(f"usual script / copy in blocks of 256 KiB, {place.kind}", "(none)", pairs, "copy")

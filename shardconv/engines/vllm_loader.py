@@ -1,6 +1,6 @@
 """vLLM's load format ``shardconv``: each worker reads the bytes of its rank only.
 
-``load_weights`` of vLLM's models receives rank tensors. Imported inside vLLM only.
+``load_weights`` of vLLM's models receives rank tensors, and full tensors of mapped files. Imported inside vLLM only.
 """
 
 import time
@@ -55,7 +55,7 @@ class ShardconvModelLoader(DefaultModelLoader):  # type: ignore[misc]
     def get_all_weights(
         self, model_config: ModelConfig, model: nn.Module
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Yield name and tensor of all weights: a rank tensor of the full shape where sharded, else the full tensor."""
+        """Yield name and tensor of all weights, as :func:`~shardconv.engines.weights.rank_weights` does."""
         tp, ep, rank = get_tensor_model_parallel_world_size(), 1, get_tensor_model_parallel_rank()
         if get_current_vllm_config().parallel_config.enable_expert_parallel and model_config.is_moe:
             ep, rank = get_ep_group().world_size, get_ep_group().rank_in_group
