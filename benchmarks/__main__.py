@@ -100,6 +100,7 @@ for offset in range(0, size, len(block)):
 #: Copies a file by two threads, each of which hashes what it reads, and does nothing else.
 _TO_ONE_FILE = """
 import mmap, os, sys, threading, xxhash
+from concurrent.futures import ThreadPoolExecutor
 read, write = os.open(sys.argv[1], os.O_RDONLY), os.open(sys.argv[2], os.O_CREAT | os.O_WRONLY)
 size, stripe, block = os.fstat(read).st_size, 2**25, 2**18
 starts, starting, writing = iter(range(0, size, stripe)), threading.Lock(), threading.Lock()
@@ -117,18 +118,17 @@ def copy():
             hashed.update(data)
             with writing:
                 assert os.pwrite(write, data, offset) == len(data)
-threads = [threading.Thread(target=copy) for _ in range(2)]
-for each in threads:
-    each.start()
-for each in threads:
-    each.join()
+with ThreadPoolExecutor(2) as pool:
+    for each in [pool.submit(copy) for _ in range(2)]:
+        each.result()
 """
 
 
-#: Splits a file into eight, or merges eight parts of it into one, by two threads that read blocks of 1.5 MiB, hash what
-#: they write or read, and do nothing else. Of ten blocks some consist of columns of 2 KiB; each other is of one file.
+#: Splits a file into eight, or merges eight parts of it into one, by two threads that read, hash and write blocks of
+#: 1.5 MiB, and do nothing else. Of ten blocks some consist of columns of 2 KiB; each other is of one file.
 _COLUMNS = """
 import mmap, os, sys, threading, xxhash
+from concurrent.futures import ThreadPoolExecutor
 kind, share, source, *targets = sys.argv[1:]
 block, part, piece, stripe = 3 * 2**19, 3 * 2**16, 2**18, 21 * 3 * 2**19
 read = os.open(source, os.O_RDONLY)
@@ -172,11 +172,9 @@ def copy():
             hashed[0].update(buffer)
             number = start * len(write) // size
             put(number, buffer, offset - number * size // len(write))
-threads = [threading.Thread(target=copy) for _ in range(2)]
-for each in threads:
-    each.start()
-for each in threads:
-    each.join()
+with ThreadPoolExecutor(2) as pool:
+    for each in [pool.submit(copy) for _ in range(2)]:
+        each.result()
 """
 
 
@@ -500,7 +498,7 @@ for each in sys.argv[1:]:
         __import__(each)
 os._exit(0)
 """
-#: What a plan imports, without its work.
+#: Imports the modules of a plan.
 _IMPORTS = "import gc, os, sys; gc.disable(); import shardconv.cli, shardconv.checkpoint.operations.plan_report; "
 
 

@@ -4,7 +4,7 @@ The ``params`` of a command are options of ``options.py`` and its own, which ``-
 """
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from itertools import pairwise, takewhile
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import click
 
 from shardconv.files.fileio import keep_freed_memory
-from shardconv.files.storage.url import is_url
 from shardconv.support.console import Console
 from shardconv.support.errors import WorldSizeError
 
@@ -102,8 +101,6 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the function of the command with its console."""
-        if any(is_url(one) for value in ctx.params.values() for one in _paths(value)):
-            keep_freed_memory()
         ctx.params["console"] = Console(as_json=ctx.params.pop("as_json"), quiet=ctx.params.pop("quiet"))
         return super().invoke(ctx)
 
@@ -126,12 +123,18 @@ class Command(click.Command):
                     formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
 
 
-def _paths(value: object) -> Iterator[str]:
-    """The texts in the value of a parameter, such as URLs; paths are no texts."""
-    yield from (one for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, str))
+class CopyCommand(Command):
+    """A command that copies tensors."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command; with a URL, keep the memory in which ranges of files were received for the next ones."""
+        paths = [ctx.params.get(str(param.name)) for param in self.params if isinstance(param.type, click.Path)]
+        if any(isinstance(one, str) for path in paths for one in (path if isinstance(path, tuple) else [path])):
+            keep_freed_memory()  # a URL stays a text, and other paths do not
+        return super().invoke(ctx)
 
 
-class OneProcessCommand(Command):
+class OneProcessCommand(CopyCommand):
     """A command that is refused under torchrun, where each process would do all of its work."""
 
     def invoke(self, ctx: click.Context) -> object:

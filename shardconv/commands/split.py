@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardconv.commands.command import ADAPTERS, OUTPUT, Command, Flag, Option
+from shardconv.commands.command import ADAPTERS, OUTPUT, CopyCommand, Flag, Option
 from shardconv.commands.options import (
     BASE,
     CHECKSUMS,
@@ -48,7 +48,7 @@ _RANKS = "Write the files of these ranks only, such as 8-15 or 0,2,5-7. [default
 
 
 @click.command(
-    cls=Command,
+    cls=CopyCommand,
     params=[
         SRC,
         TP,

@@ -36,7 +36,8 @@ class HeldShard:
         shape: shape of the full tensor.
         dim: the dim that is sharded.
         positions: [shape[dim]], the index in the shard of each index of that dim, -1 if this rank does not hold it.
-        read: returns the shard, [*shape[:dim], held, *shape[dim + 1:]], contiguous; called at most once.
+        read: returns the shard, [*shape[:dim], held, *shape[dim + 1:]], whose dims before ``dim`` can be viewed as one,
+            and those after it; called at most once.
         remedy: the remedy if an element is used that this rank does not hold, for the message.
     """
 

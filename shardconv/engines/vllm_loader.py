@@ -1,6 +1,7 @@
 """vLLM's load format ``shardconv``: each worker reads the bytes of its rank only.
 
-``load_weights`` of vLLM's models receives rank tensors, and full tensors of mapped files. Imported inside vLLM only.
+``load_weights`` of vLLM's models receives rank tensors, and full tensors where they are replicated or their file is
+mapped. Imported inside vLLM only.
 """
 
 import time
@@ -22,6 +23,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from shardconv.checkpoint.split.rank_reader import RankReader
 from shardconv.engines.weights import EngineStages, open_for_engine, rank_weights
 
 logger = init_logger(f"vllm.{__name__}")
@@ -50,7 +52,19 @@ class ShardconvModelLoader(DefaultModelLoader):  # type: ignore[misc]
                 f'model_loader_extra_config is not supported (got {extra!r}, expected {{"{_VERIFY}": true or false}})'
             )
         self._verify: bool = extra.get(_VERIFY, True)
+        self._reader: RankReader | None = None
         super().__init__(replace(load_config, load_format="safetensors", model_loader_extra_config={}))
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Load all weights. Some models copy them when the iterator has ended, so files are checked again.
+
+        Raises:
+            SourceError: if a file was modified meanwhile.
+        """
+        super().load_weights(model, model_config)
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.finish()
 
     def get_all_weights(
         self, model_config: ModelConfig, model: nn.Module
@@ -66,10 +80,11 @@ class ShardconvModelLoader(DefaultModelLoader):  # type: ignore[misc]
         )
         for assumption in source.reader.plan.assumed if rank == 0 else ():
             logger.warning("shardconv: assumed: %s", assumption)
+        self._reader = source.reader
         yield from rank_weights(source)
         stage = 0 if stages is None else stages.stage
-        of, read = max(tp, ep), source.reader.num_bytes_read
-        logger.info("shardconv: rank %d of %d in stage %d read %d bytes", rank, of, stage, read)
+        of, size = max(tp, ep), source.reader.num_bytes_read
+        logger.info("shardconv: rank %d of %d in stage %d has %d bytes", rank, of, stage, size)
         for source in getattr(model, "secondary_weights", ()):
             yield from self._get_weights_iterator(source)
 

@@ -83,16 +83,17 @@ def will_need(descriptor: int, offset: int, size: int) -> None:
 
 
 def _is_cached(descriptor: int, offset: int, size: int) -> bool:
-    """Whether a byte range is in memory, judged by its middle and the pages beside those that other ranges may share.
+    """Whether a byte range is probably in memory, as its middle and the pages beside its first and last one are.
 
-    This takes 3 us; asking Linux for a range that is in memory takes 70 us, as it looks at each of the first pages.
+    Other ranges may share the first and the last page. This takes 3 us; asking Linux for a range that is in memory
+    takes 70 us, as it looks at each of the first pages.
     """
     if not hasattr(os, "RWF_NOWAIT") or size < 3 * mmap.PAGESIZE:
         return False
     at = (offset + mmap.PAGESIZE, offset + size // 2, offset + size - 1 - mmap.PAGESIZE)
     try:
         return all(os.preadv(descriptor, [bytearray(1)], one, os.RWF_NOWAIT) for one in at)
-    except OSError:  # one of them is not, or the file system cannot tell
+    except OSError:  # one of them is not, or the file system does not support the flag
         return False
 
 
@@ -119,9 +120,9 @@ def keep_freed_memory() -> None:
     Clients of stores receive each range into new memory. If the kernel has to provide it, that takes 5 to 10 % of a
     copy. Other C libraries than GNU's do not have these settings.
     """
-    import ctypes  # noqa: PLC0415 - only commands with URLs need it
+    with suppress(ImportError, AttributeError, OSError):
+        import ctypes  # noqa: PLC0415 - only commands with URLs need it
 
-    with suppress(AttributeError, TypeError):
         set_option = ctypes.CDLL(None).mallopt
         for option, value in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX):
             set_option(option, value)

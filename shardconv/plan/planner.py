@@ -6,7 +6,7 @@ cost, or are not supported.
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cache
 from math import prod
@@ -238,6 +238,11 @@ class Planner:
             self._with_padding[pad]._set_padding(pad)  # noqa: SLF001 - of the same class
         return self._with_padding[pad]
 
+    @property
+    def groups(self) -> list[TensorGroup]:
+        """The groups of equal tensors."""
+        return list(self._sizes)
+
     def assuming(self, *sentences: str) -> "Planner":
         """The planner with these assumptions instead of its own."""
         other = copy(self)
@@ -309,25 +314,18 @@ class Planner:
         held = {name: finder.stages_of(group.matrix_of(name), stages) for name, group in self.group_of.items()}
         return {name: replace(plan, stages=held[name]) for name, plan in tensors.items()}
 
-    def place(self, tp: int, order: list[TensorGroup] | None = None) -> list[PlacedTensors]:
+    def place(self, tp: int, order: Iterable[TensorGroup] = ()) -> list[PlacedTensors]:
         """The placement of each group of equal tensors for ``tp`` ranks.
 
         Args:
             tp: the tensor parallel size.
-            order: the groups in the order in which they are placed, for several sizes: a group that cannot be placed is
-                moved to the front, as it blocks most other sizes too.
+            order: the groups in the order in which they are placed; empty for that of the tensors.
 
         Raises:
             BlockedError: if a tensor cannot be sharded for ``tp`` ranks.
         """
-        placed, order = [], [*self._sizes] if order is None else order
-        for index, group in enumerate(order):
-            try:
-                placed.append(PlacedTensors(group.plan(tp).placement, group.spec, self._sizes[group]))
-            except BlockedError:
-                order.insert(0, order.pop(index))
-                raise
-        return placed
+        sizes = self._sizes
+        return [PlacedTensors(group.plan(tp).placement, group.spec, sizes[group]) for group in order or sizes]
 
     def blocked(self, tp: int) -> BlockedTp | None:
         """The reason why a tensor parallel size is not supported; None if it is."""
@@ -380,12 +378,15 @@ def _more_memory(fraction: float) -> str:
 def tp_sizes(planner: Planner) -> TpSizes:
     """The supported sizes of :data:`CANDIDATE_TPS`, and the tensors that block the others."""
     unpadded, supported, blocked = planner.padded(0), dict[int, int](), list[BlockedTp]()
-    order = [*dict.fromkeys(unpadded.group_of.values())]
+    order = unpadded.groups
     for tp in CANDIDATE_TPS:
         try:
             supported[tp] = max(rank_bytes(unpadded.place(tp, order)), default=0)
         except BlockedError as error:
             blocked.append(BlockedTp(tp, error.tensor, error.reason))
+            order = sorted(
+                order, key=lambda group: group.matrix != blocked[-1].tensor
+            )  # it blocks most other sizes, too
     few = [found.tp for found in blocked if found.tp <= MAX_PADDED_TP]
     padded = [one for tp in few if (one := padded_size(planner, tp)) is not None]
     return TpSizes(tuple(supported), tuple(blocked), tuple(padded), tuple(supported.values()))

@@ -1,14 +1,17 @@
 """Reading ahead: the right bytes, each fetched once, and no more of them in memory than allowed."""
 
+import mmap
+import os
 import platform
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from weakref import ref
 
 import pytest
 
-from shardconv.files import input_files
+from shardconv.files import fileio, input_files
 from shardconv.files.input_files import InputFiles
 from shardconv.files.storage import read_ahead
 from shardconv.files.storage.read_ahead import ReadAhead
@@ -250,9 +253,36 @@ print(pages())
 """
 
 
+def has_small_pages():
+    """Whether memory consists of pages of 4 KiB, unless a program asks for other ones."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return mmap.PAGESIZE == 4096 and not (setting.exists() and "[always]" in setting.read_text())
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="has no settings for freed memory")
+@pytest.mark.skipif(not has_small_pages(), reason="counts pages of 4 KiB")
 def test_commands_with_urls_keep_the_memory_of_freed_buffers(tmp_path):
     script = tmp_path / "reuse.py"
     script.write_text(REUSE)
     url, local = (int(run_python(script, source).stdout) for source in ("ftp://host/folder", tmp_path / "none"))
     assert url < 100 < 5000 < local
+
+
+@pytest.mark.skipif(fileio.fadvise is None or not hasattr(os, "RWF_NOWAIT"), reason="the system has no such calls")
+@pytest.mark.parametrize("missing", [None, 0, 1, 2])
+def test_only_ranges_that_are_not_in_memory_are_asked_for(missing, monkeypatch):
+    """Linux reads a page without waiting only if it is in memory; one of three inner pages may not be."""
+    offset, size, page, looked, asked = 100, 10 * mmap.PAGESIZE, mmap.PAGESIZE, [], []
+
+    def preadv(_descriptor, buffers, at, flags):
+        assert flags == os.RWF_NOWAIT
+        looked.append(at)
+        if len(looked) - 1 == missing:
+            raise BlockingIOError
+        return len(buffers[0])
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(fileio, "fadvise", lambda *given: asked.append(given))
+    fileio.will_need(3, offset, size)
+    assert asked == ([] if missing is None else [(3, offset, size, os.POSIX_FADV_WILLNEED)])
+    assert all(offset // page < at // page < (offset + size - 1) // page for at in looked)

@@ -65,7 +65,7 @@ class RankReader(ABC):
     Attributes:
         tensors: the tensors that the rank's stage holds.
         rank: the rank in its stage.
-        num_bytes_read: bytes of the shards that were read so far, without reads for checks.
+        num_bytes_read: bytes of the shards that were read or mapped so far, without reads for checks.
     """
 
     def __init__(self, files: InputFiles, tensors: Mapping[str, TensorSpec], plan: Plan, rank: int) -> None:

@@ -4,6 +4,7 @@ Bytes are compared before ``process_weights_after_loading``, which includes mode
 the CPU build does not have.
 """
 
+import shutil
 import tomllib
 from pathlib import Path
 from unittest import mock
@@ -15,7 +16,7 @@ from shardconv.engines.check import check_engine
 from shardconv.engines.vllm_plugin import LOAD_FORMAT
 from shardconv.layouts import choice
 from shardconv.plan.experts import Expert, place_expert
-from shardconv.support.errors import PlanError
+from shardconv.support.errors import PlanError, SourceError
 from tests.engines.vllm.parameters import assert_same, parameters
 from tests.engines.vllm.small import CASES, MODELS, write
 from tests.support.models import model_class
@@ -146,3 +147,23 @@ def test_a_split_without_the_engine_may_lack_tensors(tmp_path):
     found = check_engine(tmp_path / "split").differences
     assert "stage 1 of vllm needs model.embed_tokens.weight, which is on others" in found[1]
     assert "--for vllm" in found[1]
+
+
+def test_source_that_changes_after_the_iterator_ended(sources, tmp_path):
+    """Some models of vLLM copy weights then, as Llama 4 does."""
+    from vllm.model_executor.models.llama import LlamaForCausalLM  # noqa: PLC0415 - after the environment is set
+
+    source = shutil.copytree(write("llama", sources), tmp_path / "source")
+    file = next(source.glob("*.safetensors"))
+
+    def load_weights(self, weights):
+        kept = list(weights)
+        file.write_bytes(file.read_bytes())
+        return original(self, kept)
+
+    original = LlamaForCausalLM.load_weights
+    with (
+        mock.patch.object(LlamaForCausalLM, "load_weights", load_weights),
+        pytest.raises(SourceError, match="changed while it was read"),
+    ):
+        parameters(source, 2, 0, LOAD_FORMAT)
