@@ -753,7 +753,8 @@ def remote(place: Place) -> Iterator[Row]:
 def vllm_loading(place: Place) -> Iterator[Row]:
     """Loading a model into two vLLM workers, compared with vLLM's default loader; figures of the slower worker.
 
-    Ratios are of seconds in ``load_weights`` with a warm page cache. Bytes are those read from storage with a cold one.
+    Ratios are of seconds in ``load_weights`` with a warm page cache, after a read of the files from beginning to end.
+    Bytes are those read from storage with a cold one.
     Memory is additional private memory, as a multiple of the size of the rank's model. The row with a hash loads,
     then reads and hashes the rank's file: the cost of a check that is apart from loading.
     """
