@@ -384,9 +384,8 @@ def tp_sizes(planner: Planner) -> TpSizes:
             supported[tp] = max(rank_bytes(unpadded.place(tp, order)), default=0)
         except BlockedError as error:
             blocked.append(BlockedTp(tp, error.tensor, error.reason))
-            order = sorted(
-                order, key=lambda group: group.matrix != blocked[-1].tensor
-            )  # it blocks most other sizes, too
+            # What blocks one size blocks most others, and is tried first.
+            order = sorted(order, key=lambda group: group.matrix != blocked[-1].tensor)
     few = [found.tp for found in blocked if found.tp <= MAX_PADDED_TP]
     padded = [one for tp in few if (one := padded_size(planner, tp)) is not None]
     return TpSizes(tuple(supported), tuple(blocked), tuple(padded), tuple(supported.values()))
