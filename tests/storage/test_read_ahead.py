@@ -259,7 +259,7 @@ def has_small_pages():
     return mmap.PAGESIZE == 4096 and not (setting.exists() and "[always]" in setting.read_text())
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="has no settings for freed memory")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="sets options of glibc")
 @pytest.mark.skipif(not has_small_pages(), reason="counts pages of 4 KiB")
 def test_commands_with_urls_keep_the_memory_of_freed_buffers(tmp_path):
     script = tmp_path / "reuse.py"
@@ -268,7 +268,7 @@ def test_commands_with_urls_keep_the_memory_of_freed_buffers(tmp_path):
     assert url < 100 < 5000 < local
 
 
-@pytest.mark.skipif(fileio.fadvise is None or not hasattr(os, "RWF_NOWAIT"), reason="the system has no such calls")
+@pytest.mark.skipif(fileio.fadvise is None or not hasattr(os, "RWF_NOWAIT"), reason="uses calls of Linux")
 @pytest.mark.parametrize("missing", [None, 0, 1, 2])
 def test_only_ranges_that_are_not_in_memory_are_asked_for(missing, monkeypatch):
     """Linux reads a page without waiting only if it is in memory; one of three inner pages may not be."""
