@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 
 import shardconv
-from shardconv.checkpoint.engine.shards import ShardWriter
+from shardconv.checkpoint.engine.copy import CopyJob, Span
+from shardconv.checkpoint.engine.shards import ShardReader, ShardWriter
 from shardconv.checkpoint.output import job as job_module
 from shardconv.checkpoint.output import staging
 from shardconv.checkpoint.output.job import difference
@@ -33,6 +34,7 @@ from tests.support.faults import SLOW, STRIPE_MODULES, Job, beside, check_done, 
 
 pytestmark = pytest.mark.usefixtures("_small_stripes", "_sources_stay_as_they_are")
 
+DATA = Path(__file__).parents[1] / "data"
 STRIPE_BYTES, THREADS = 4096, 2
 #: For what does not depend on the command.
 OF_SPLIT = pytest.mark.parametrize("job", ["split"], indirect=True)
@@ -370,6 +372,25 @@ def test_another_version_of_shardconv(job, target, monkeypatch):
     interrupt(job, target, 3)
     monkeypatch.setattr(job_module, "__version__", "99.0")
     refused(job, target, "another version of shardconv (got 99.0, expected ")
+
+
+def test_values_that_follow_from_a_grid_are_not_sampled(tmp_path, monkeypatch):
+    """To check them would import numpy before the first thread copies."""
+    sampled, gather = set(), ShardReader.gather
+
+    def record(self: ShardReader, state: object, span: Span, *arguments: Any) -> memoryview:
+        sampled.add(self._names[span.tensor].rpartition(".")[2])
+        return gather(self, state, span, *arguments)
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ShardReader, "gather", record)
+    monkeypatch.setattr(CopyJob, "run", stop)
+    with pytest.raises(KeyboardInterrupt):
+        shardconv.split(DATA / "quantized" / "gptq-3", tmp_path / "split", tp=2)
+    assert sampled >= {"qweight", "qzeros", "scales", "weight"}
+    assert "g_idx" not in sampled
 
 
 # --- a damaged staging folder ---------------------------------------------------------------------------------------
