@@ -57,17 +57,30 @@ def read_exactly(descriptor: int, buffer: Bytes, offset: int) -> None:
 def write_exactly(descriptor: int, data: Bytes | bytes, offset: int) -> None:
     """Write all of a buffer to a position of a file."""
     view = memoryview(data)
-    while view:
-        count = os.pwrite(descriptor, view[:_WRITE_BYTES], offset)
+    while (count := os.pwrite(descriptor, view[:_WRITE_BYTES], offset)) < len(view):
         view, offset = view[count:], offset + count
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield ranges of which each that begins where the last one ends is joined with it."""
+    start = size = 0
+    for offset, more in ranges:
+        if offset != start + size:
+            if size:
+                yield start, size
+            start, size = offset, 0
+        size += more
+    if size:
+        yield start, size
 
 
 def _pieces(data: Bytes, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[Bytes, int]]:
     """Yield data that is written to ranges, in pieces of one write each, and the offset of each."""
-    for offset, size in ranges:
+    position = 0
+    for offset, size in _joined(ranges):
         for at in range(0, size, _WRITE_BYTES):
-            yield data[at : min(at + _WRITE_BYTES, size)], offset + at
-        data = data[size:]
+            yield data[position + at : position + min(at + _WRITE_BYTES, size)], offset + at
+        position += size
 
 
 def create(path: Path, mode: int = 0o666) -> BinaryIO:
@@ -186,6 +199,10 @@ class LocalOutputFiles:
 
     def cancel(self) -> None:
         """Do nothing: writes do not wait."""
+
+    def is_busy(self, number: int) -> bool:
+        """Whether another thread writes file ``number``."""
+        return self._locks[number].locked()
 
     def write_ranges(self, number: int, data: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
         """Write to ranges of file ``number``: the offset and size of each, as long as the data together."""

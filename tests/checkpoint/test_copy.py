@@ -1,12 +1,15 @@
 """The copy engine with random tensors and placements, compared with numpy indexing."""
 
+import os
 import random
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -205,7 +208,7 @@ def test_copy_between_any_two_placements(tmp_path, monkeypatch, examples):
     @given(
         case=tensors_and_placements(),
         stripe_bytes=st.integers(1, 200),
-        block_bytes=st.integers(1, 64),
+        block_bytes=st.integers(1, 200),
         seed=st.integers(0, 9),
     )
     def check(case, stripe_bytes, block_bytes, seed):
@@ -318,12 +321,52 @@ def test_stripes_cover_every_byte_once_and_in_order(sizes, stripe_bytes):
 @pytest.mark.parametrize(
     "sizes", [[], [0], [1], [_WRITE_BYTES], [_WRITE_BYTES + 1], [3, 0, 2 * _WRITE_BYTES, 5], [5, 2 * _WRITE_BYTES - 1]]
 )
-def test_ranges_of_any_sizes_are_written(tmp_path, sizes):
-    """Also those that are written in pieces, between bytes that stay zero."""
-    gap, path = 7, tmp_path / "out"
+@pytest.mark.parametrize("gap", [0, 7])
+def test_ranges_of_any_sizes_are_written(tmp_path, sizes, gap):
+    """Also those that are written in pieces, adjacent or between bytes that stay zero."""
+    path = tmp_path / "out"
     starts = [gap + sum(sizes[:number]) + gap * number for number in range(len(sizes))]
     data = random.Random(0).randbytes(sum(sizes))
     with LocalOutputFiles([path], [b""], [sum(sizes) + gap * (len(sizes) + 1)], 0o666, may_exist=False) as outputs:
         outputs.write_ranges(0, memoryview(data), zip(starts, sizes, strict=True))
     parts = [data[sum(sizes[:number]) : sum(sizes[: number + 1])] for number in range(len(sizes))]
     assert path.read_bytes() == bytes(gap) + b"".join(part + bytes(gap) for part in parts)
+
+
+def small_tensors(count: int, tp: int) -> tuple[list[np.ndarray], list[Shards], list[bytes]]:
+    """Matrices of different shapes whose columns are sharded, with the positions of the shards and the files."""
+    arrays = [np.arange(number + 1, dtype="u1").repeat(8 * tp).reshape(-1, 2 * tp) for number in range(count)]
+    return arrays, *side(arrays, [shard_dim(1, [Unit(2 * tp)], tp)] * count)
+
+
+def test_small_tensors_are_written_together(tmp_path, monkeypatch):
+    """Their shards are hashed and written at a time, unlike those of larger tensors."""
+    arrays, shards, files = small_tensors(20, 4)
+    source, source_file = in_one_file(arrays)
+    written, write_to = [], os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *arguments: written.append(len(arguments[1])) or write_to(*arguments))
+    sizes = [len(file) for file in files]
+    split, checksums = run(tmp_path, source, [source_file], shards, sizes, stripe_bytes=len(source_file))
+    assert split == files
+    assert checksums == [[xxhash.xxh3_128_hexdigest(file)] for file in files]
+    assert [size for size in written if size] == sizes
+    written.clear()
+    merged, _ = run(tmp_path, shards, files, source, [len(source_file)], stripe_bytes=len(source_file))
+    assert merged == [source_file]
+    assert [size for size in written if size] == [len(source_file)]
+
+
+def test_files_that_no_other_thread_writes_come_first(tmp_path, monkeypatch):
+    arrays, shards, files = small_tensors(1, 4)
+    source, source_file = in_one_file(arrays)
+    written, write_ranges = [], LocalOutputFiles.write_ranges
+
+    def record(self: LocalOutputFiles, number: int, *arguments: Any) -> None:
+        written.append(number)
+        write_ranges(self, number, *arguments)
+
+    monkeypatch.setattr(LocalOutputFiles, "write_ranges", record)
+    monkeypatch.setattr(LocalOutputFiles, "is_busy", lambda _, number: number in {0, 2} and len(written) < 3)
+    split, _ = run(tmp_path, source, [source_file], shards, [len(file) for file in files], stripe_bytes=2**20)
+    assert split == files
+    assert written == [1, 3, 0, 2]

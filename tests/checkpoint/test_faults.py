@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from shardconv.checkpoint.engine import copy
 from shardconv.checkpoint.engine.copy import CopyJob
 from shardconv.checkpoint.output import staging
 from shardconv.files import fileio
@@ -98,6 +99,8 @@ def test_full_disk_during_the_copy(job, mount, monkeypatch, share):
 @pytest.mark.parametrize("after", [0, 1, 7, 12])
 @pytest.mark.parametrize("threads", ["1", "4"])
 def test_write_error(job, target, monkeypatch, after, threads):
+    monkeypatch.setattr(copy, "BLOCK_BYTES", 2048)  # several blocks
+    monkeypatch.setattr(copy, "BLOCK_BYTES_PER_SHARD", 1024)
     monkeypatch.setattr(os, "pwrite", failing(os.pwrite, after))
     check_failed(
         job.call(target, "--threads", threads),

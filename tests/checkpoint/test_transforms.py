@@ -107,10 +107,10 @@ def test_heads_are_read_once_where_blocks_are_compared_in_parts(tmp_path, monkey
     monkeypatch.setattr(InputFiles, "read_ranges", count)
     with inputs:
         comparer = Comparer(reader, ["w"], ["w"], reader.tensors)
-        comparer.put(state, Span(0, 0, len(block)), block, Scratch(4 * 2**20))
+        comparer.put(state, [Span(0, 0, len(block))], block, Scratch(4 * 2**20))
         assert (state.problem, sum(read)) == ("", len(block))
         block[-1] ^= 1
-        comparer.put(state, Span(0, 0, len(block)), block, Scratch(4 * 2**20))
+        comparer.put(state, [Span(0, 0, len(block))], block, Scratch(4 * 2**20))
     assert state.problem == f"w: byte {len(block) - 1} of the tensor differs from the source"
 
 

@@ -15,12 +15,12 @@ import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
-from itertools import chain
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple, Protocol, overload
 
 import xxhash
 
-from shardconv.checkpoint.engine.geometry import Geometry
+from shardconv.checkpoint.engine.geometry import Geometry, Overlap
 from shardconv.files.fileio import Bytes
 from shardconv.plan.grid import Grid
 from shardconv.support import Progress
@@ -146,25 +146,33 @@ class Shards(NamedTuple):
         """Whether values of shards differ from the full tensor."""
         return self.edits is not None and self.edits.values is not None
 
-    def ranges(self, rank: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The contiguous ranges of a file with the bytes ``[start, stop)`` of a rank's shard: offset and size."""
-        size, stride = (stop, 0) if self.rows is None else self.rows[rank]
-        while start < stop:
-            row, column = divmod(start, size)
-            count = min(size - column, stop - start)
-            yield self.offsets[rank] + row * stride + column, count
-            start += count
+    def position(self, rank: int, at: int) -> int:
+        """The position in the file of byte ``at`` of a rank's shard."""
+        if self.rows is None:
+            return self.offsets[rank] + at
+        row, column = divmod(at, self.rows[rank].size)
+        return self.offsets[rank] + row * self.rows[rank].stride + column
+
+    def ranges(self, overlap: Overlap) -> Iterable[tuple[int, int]]:
+        """The contiguous ranges of a file with bytes of a rank's shard: offset and size."""
+        rank, _, start, stop, *_ = overlap
+        if self.rows is None:
+            return [(self.offsets[rank] + start, stop - start)]
+        size = self.rows[rank].size
+        edges = (start, *range(start // size * size + size, stop, size), stop)
+        return ((self.position(rank, low), high - low) for low, high in pairwise(edges))
 
     def stored(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """File, offset and size of each contiguous range with bytes ``[start, stop)`` of the full tensor."""
-        for rank, _, low, high in self.geometry.overlaps(start, stop):
-            for offset, size in self.ranges(rank, low, high):
-                yield self.files[rank], offset, size
+        for overlap in self.geometry.overlaps(start, stop):
+            for offset, size in self.ranges(overlap):
+                yield self.files[overlap.rank], offset, size
 
-    def extent(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """The range of a file from the first to the last of these bytes of a rank's shard: offset and size."""
-        (first, _), (last, _) = (next(self.ranges(rank, at, stop)) for at in (start, stop - 1))
-        return first, last + 1 - first
+    def extents(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """File, offset and size of the range of each shard from the first to the last one of these bytes."""
+        for rank, _, low, high, *_ in self.geometry.overlaps(start, stop):
+            first = self.position(rank, low)
+            yield self.files[rank], first, self.position(rank, high - 1) + 1 - first
 
 
 def split_into_stripes(sizes: Sequence[int], stripe_bytes: int = STRIPE_BYTES) -> Stripes:
@@ -200,6 +208,15 @@ def split_span(span: Span, size: int, width: int) -> Iterator[Span]:
         stop = min((start + size) // width * width, span.stop)
         yield Span(span.tensor, start, stop)
         start = stop
+
+
+def parts_of(spans: Iterable[Span], block: Bytes) -> Iterator[tuple[Span, Bytes]]:
+    """Each span with its part of a block that has the bytes of spans, one after the other."""
+    at = 0
+    for span in spans:
+        size = span.stop - span.start
+        yield span, block[at : at + size]
+        at += size
 
 
 def held_stripes(stripes: Sequence[Stripe], tensors: Sequence[Shards]) -> Stripes:
@@ -392,8 +409,8 @@ def fill(reader: Reader, state: StripeState, span: Span, block: Bytes, scratch: 
 class Sink(Side, Protocol):
     """Writes or compares blocks of full tensors."""
 
-    def put(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
-        """Write or compare a block."""
+    def put(self, state: StripeState, spans: Sequence[Span], block: Bytes, scratch: Scratch) -> None:
+        """Write or compare a block: the bytes of spans, one after the other."""
 
 
 class CopyJob:
@@ -502,18 +519,24 @@ class CopyJob:
             self._prefetch(number)  # which stripes are copied was not known before
         state = StripeState(number)
         sinks = [(sink, StripeState(number)) for sink in self._sinks]
-        for stripe_span in stripe:
-            for span in self._blocks(stripe_span, scratch.block_bytes):
-                self._copy_block(span, state, sinks, scratch)
-                self._advance(span.stop - span.start)
+        for spans in self._blocks(stripe, scratch.block_bytes):
+            self._advance(self._copy_block(spans, state, sinks, scratch))
         self._finish(stripe, [(self._reader, state), *sinks])
 
     def _copy_block(
-        self, span: Span, state: StripeState, sinks: Sequence[tuple[Sink, StripeState]], scratch: Scratch
-    ) -> None:
-        block = self._reader.gather(state, span, scratch.take("block", span.stop - span.start), scratch)
+        self, spans: Sequence[Span], state: StripeState, sinks: Sequence[tuple[Sink, StripeState]], scratch: Scratch
+    ) -> int:
+        """Copy spans in one block; returns their bytes."""
+        num_bytes = sum(span.stop - span.start for span in spans)
+        block = scratch.take("block", num_bytes)
+        if len(spans) == 1:
+            block = self._reader.gather(state, spans[0], block, scratch)
+        else:
+            for span, data in parts_of(spans, block):
+                fill(self._reader, state, span, data, scratch)
         for sink, sink_state in sinks:
-            sink.put(sink_state, span, block, scratch)
+            sink.put(sink_state, spans, block, scratch)
+        return num_bytes
 
     def _advance(self, num_bytes: int) -> None:
         if self._is_stopping:
@@ -538,10 +561,21 @@ class CopyJob:
         if problems:
             raise IntegrityError("\n".join(problems))
 
-    def _blocks(self, span: Span, max_bytes: int) -> Iterator[Span]:
-        """Split a span into blocks; if rows are short, into blocks of full rows."""
-        geometries = [side.tensors[span.tensor].geometry for side in self._sides]
-        shards = max(len(geometry.shards) for geometry in geometries)
-        size = min(max(BLOCK_BYTES, shards * BLOCK_BYTES_PER_SHARD), max_bytes)
-        width = max((geometry.width for geometry in geometries if geometry.width <= size), default=1)
-        return split_span(span, size, width)
+    def _blocks(self, stripe: Stripe, max_bytes: int) -> Iterator[Sequence[Span]]:
+        """Split a stripe into blocks; if rows are short, into blocks of full rows. Small tensors share a block."""
+        spans: list[Span] = []
+        room = 0
+        for stripe_span in stripe:
+            geometries = [side.tensors[stripe_span.tensor].geometry for side in self._sides]
+            shards = max(len(geometry.shards) for geometry in geometries)
+            size = min(max(BLOCK_BYTES, shards * BLOCK_BYTES_PER_SHARD), max_bytes)
+            width = max((geometry.width for geometry in geometries if geometry.width <= size), default=1)
+            for span in split_span(stripe_span, size, width):
+                if span.stop - span.start > room:
+                    if spans:
+                        yield spans
+                    spans, room = [], size
+                spans.append(span)
+                room -= span.stop - span.start
+        if spans:
+            yield spans

@@ -109,7 +109,8 @@ class ShardRows(Struct, frozen=True, cache_hash=True):
 
     def boxes(self, start: int, stop: int) -> Sequence[Box]:
         """The boxes of the flat range ``[start, stop)`` of the full tensor that are in this shard."""
-        return _boxes(self, start, stop)
+        column = start % self.full_width
+        return _boxes(self, column, column + stop - start)  # equal for all rows
 
 
 @lru_cache(_NUM_KEPT)
@@ -141,12 +142,23 @@ def row_spans(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int
 
 
 class Overlap(NamedTuple):
-    """A byte range of a rank's shard."""
+    """A byte range of a rank's shard that is in a flat range of the full tensor.
+
+    Attributes:
+        rank: the rank.
+        rows: the rows of its shard.
+        start: offset of the first byte in the shard.
+        stop: offset after the last byte.
+        boxes: its bytes that are in the full tensor.
+        contiguous: the slice of the flat range that equals it; None if it is not contiguous there.
+    """
 
     rank: int
     rows: ShardRows
     start: int
     stop: int
+    boxes: Sequence[Box]
+    contiguous: slice | None
 
 
 class Geometry(Struct, frozen=True, cache_hash=True):
@@ -186,8 +198,22 @@ class Geometry(Struct, frozen=True, cache_hash=True):
 
 @lru_cache(_NUM_KEPT)
 def _overlaps(of: Geometry, start: int, stop: int) -> tuple[Overlap, ...]:
-    found = (Overlap(rank, rows, rows.local(start), rows.local(stop)) for rank, rows in enumerate(of.shards))
-    return tuple(each for each in found if each.start < each.stop)
+    found = []
+    for rank, rows in enumerate(of.shards):
+        low, high = rows.local(start), rows.local(stop)
+        if low < high:
+            boxes = rows.boxes(start, stop)
+            found.append(Overlap(rank, rows, low, high, boxes, _contiguous(boxes, high - low)))
+    return tuple(found)
+
+
+def _contiguous(boxes: Sequence[Box], size: int) -> slice | None:
+    """The slice of the full tensor's range that equals a shard's range of ``size`` bytes."""
+    if len(boxes) != 1 or boxes[0].rows * boxes[0].size != size:
+        return None
+    box = boxes[0]
+    is_one = box.rows == 1 or box.size == box.full_width
+    return slice(box.full + box.offset, box.full + box.offset + size) if is_one else None
 
 
 @lru_cache(maxsize=4096)

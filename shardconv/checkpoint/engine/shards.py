@@ -5,28 +5,31 @@ strided copy per box.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, groupby
+from operator import attrgetter
+from typing import NamedTuple
 
 import xxhash
 
 from shardconv.checkpoint import engine
-from shardconv.checkpoint.engine.copy import Edits, Reader, Scratch, Shards, Span, Stripe, StripeState, split_span
-from shardconv.checkpoint.engine.geometry import Box
+from shardconv.checkpoint.engine.copy import (
+    Edits,
+    Reader,
+    Scratch,
+    Shards,
+    Span,
+    Stripe,
+    StripeState,
+    parts_of,
+    split_span,
+)
+from shardconv.checkpoint.engine.geometry import Box, Overlap
 from shardconv.files.fileio import Bytes, OutputFiles, populate
 from shardconv.files.input_files import InputFiles
 from shardconv.support.errors import IntegrityError
 
 #: Maximum bytes that a :class:`Comparer` compares at once.
 _COMPARED_BYTES = 512 * 2**10
-
-
-def _contiguous(boxes: Sequence[Box], size: int, block: Bytes) -> Bytes | None:
-    """The slice of a block that equals a shard's range of ``size`` bytes; None if the range is not contiguous."""
-    if len(boxes) != 1 or boxes[0].rows * boxes[0].size != size:
-        return None
-    box = boxes[0]
-    if box.rows > 1 and box.size != box.full_width:
-        return None
-    return block[box.full + box.offset : box.full + box.offset + size]
 
 
 def _edit(data: Bytes, edits: Edits, rank: int, offset: int, *, sign: int) -> None:
@@ -84,12 +87,11 @@ class ShardReader:
         if shards.edits is not None and (not shards.files or shards.geometry.columns is not None):
             engine.arrays.fill_expected(block, shards.edits, span.start)  # bytes that no shard holds are as expected
         overlaps = shards.geometry.overlaps(span.start, span.stop)
-        for rank, shard, low, high in overlaps:
-            file, ranges = shards.files[rank], shards.ranges(rank, low, high)
-            boxes = shard.boxes(span.start, span.stop)
-            is_copied = shards.is_edited or any(box.is_replica for box in boxes)
-            data = None if is_copied else _contiguous(boxes, high - low, block)
-            if data is not None:
+        for overlap in overlaps:
+            rank, shard, low, high, boxes, contiguous = overlap
+            file, ranges = shards.files[rank], shards.ranges(overlap)
+            if contiguous is not None and not shards.is_edited and not boxes[0].is_replica:
+                data = block[contiguous]
                 is_whole = len(overlaps) == 1 and len(data) == len(block) and shards.edits is None
                 read = self._read(state, file, data, ranges, may_view=is_whole)
                 block = read if is_whole else block
@@ -181,17 +183,59 @@ class ShardReader:
 
     def prefetch(self, stripe: Iterable[Span]) -> None:
         """Prefetch a stripe."""
-        self._files.prefetch(
-            (shards.files[rank], offset, size)
-            for span in stripe
-            for shards in [self.tensors[span.tensor]]
-            for rank, _, low, high in shards.geometry.overlaps(span.start, span.stop)
-            for offset, size in [shards.extent(rank, low, high)]
-        )
+        extents = (self.tensors[span.tensor].extents(span.start, span.stop) for span in stripe)
+        self._files.prefetch(chain.from_iterable(extents))
 
     def cancel(self) -> None:
         """Cancel pending requests."""
         self._files.cancel()
+
+
+class _Piece(NamedTuple):
+    """A range of a shard that is written from a block.
+
+    Attributes:
+        file: number of the file that gets it.
+        shards: the shards of the tensor.
+        overlap: the range.
+        at: offset in the block of the span that has it.
+    """
+
+    file: int
+    shards: Shards
+    overlap: Overlap
+    at: int
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return self.overlap.stop - self.overlap.start
+
+    def found(self) -> slice | None:
+        """The slice of the block that equals it; None if it is not contiguous there, or has other values."""
+        found = self.overlap.contiguous
+        return None if found is None or self.shards.is_edited else slice(self.at + found.start, self.at + found.stop)
+
+    def copy(self, block: Bytes, data: Bytes) -> None:
+        """Copy it from the block."""
+        if (found := self.found()) is not None:
+            data[:] = block[found]
+            return
+        rank, shard, low, _, boxes, _ = self.overlap
+        engine.arrays.scatter(block[self.at :], boxes, data, is_padded=shard.is_padded)
+        if self.shards.edits is not None and self.shards.is_edited:
+            _edit(data, self.shards.edits, rank, low, sign=-1)
+
+
+def _found(pieces: Iterable[_Piece]) -> slice | None:
+    """The slice of the block that equals pieces, one after the other; None if they are not contiguous there."""
+    found = None
+    for piece in pieces:
+        one = piece.found()
+        if one is None or (found is not None and found.stop != one.start):
+            return None
+        found = one if found is None else slice(found.start, one.stop)
+    return found
 
 
 class ShardWriter:
@@ -224,21 +268,34 @@ class ShardWriter:
         self._rank_of = rank_of or range(files.num_files)
         self.checksums = [[empty] * num_stripes for _ in {*self._rank_of}]
 
-    def put(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
+    def put(self, state: StripeState, spans: Sequence[Span], block: Bytes, scratch: Scratch) -> None:
         """Write the bytes of a block to every shard that holds some of them."""
-        shards = self.tensors[span.tensor]
-        for rank, shard, low, high in shards.geometry.overlaps(span.start, span.stop):
-            file = shards.files[rank]
-            boxes = shard.boxes(span.start, span.stop)
-            data = _contiguous(boxes, high - low, block)
-            if data is None or shards.is_edited:
-                data = scratch.take("scatter", high - low)
-                engine.arrays.scatter(block, boxes, data, is_padded=shard.is_padded)
-            if shards.edits is not None and shards.is_edited:
-                _edit(data, shards.edits, rank, low, sign=-1)
-            if self._with_checksums:
-                state.update(self._rank_of[file], data)
-            self._files.write_ranges(file, data, shards.ranges(rank, low, high))
+        pieces, at = dict[int, list[_Piece]](), 0  # of each rank in the order of the spans, in which it is hashed
+        for span in spans:
+            shards = self.tensors[span.tensor]
+            for overlap in shards.geometry.overlaps(span.start, span.stop):
+                file = shards.files[overlap.rank]
+                pieces.setdefault(self._rank_of[file], []).append(_Piece(file, shards, overlap, at))
+            at += span.stop - span.start
+        while pieces:
+            # preferably a rank whose file no other thread writes
+            rank = next((one for one in pieces if not self._files.is_busy(pieces[one][0].file)), next(iter(pieces)))
+            for file, found in groupby(pieces.pop(rank), attrgetter("file")):
+                self._write(state, rank, file, [*found], block, scratch)
+
+    def _write(
+        self, state: StripeState, rank: int, file: int, pieces: Sequence[_Piece], block: Bytes, scratch: Scratch
+    ) -> None:
+        if (found := _found(pieces)) is not None:
+            data = block[found]
+        else:
+            data, at = scratch.take("scatter", sum(piece.size for piece in pieces)), 0
+            for piece in pieces:
+                piece.copy(block, data[at : at + piece.size])
+                at += piece.size
+        if self._with_checksums:
+            state.update(rank, data)
+        self._files.write_ranges(file, data, chain.from_iterable(one.shards.ranges(one.overlap) for one in pieces))
 
     def prefetch(self, stripe: Iterable[Span]) -> None:
         """Do nothing: nothing is read."""
@@ -276,8 +333,12 @@ class Comparer:
         self._names = names
         self._held = held
 
-    def put(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
+    def put(self, state: StripeState, spans: Sequence[Span], block: Bytes, scratch: Scratch) -> None:
         """Compare a block in small parts. Parts end with rows of the other reader, which may compute whole rows."""
+        for span, data in parts_of(spans, block):
+            self._compare_span(state, span, data, scratch)
+
+    def _compare_span(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
         geometry = self.tensors[span.tensor].geometry
         width = 1 if geometry.width == geometry.num_bytes else geometry.width
         for part in split_span(span, max(_COMPARED_BYTES, width), width):
@@ -299,8 +360,8 @@ class Comparer:
         if held.columns is not None:
             compared = scratch.take("held", len(block))
             compared[:] = other
-            for _, shard, _, _ in held.overlaps(span.start, span.stop):
-                engine.arrays.copy_boxes(block, shard.boxes(span.start, span.stop), compared)
+            for overlap in held.overlaps(span.start, span.stop):
+                engine.arrays.copy_boxes(block, overlap.boxes, compared)
             block = compared
         at = engine.arrays.first_difference(block, other)
         if at is not None and not state.problem:

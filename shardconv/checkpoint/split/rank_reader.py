@@ -257,10 +257,9 @@ class RankFileReader(RankReader):
             shard = geometry(self.plan.placement(name), spec.dtype, spec.shape).shards[self.rank]
             return _take_shard(_implied_values(shards), shard)
         full = shards.geometry.num_bytes
-        size = shards.geometry.shards[0].local(full) if full else 0
-        self.num_bytes_read += size
-        view, ranges = self._views[shards.files[0]], list(shards.ranges(0, 0, size))
-        pieces = [view[offset : offset + count] for offset, count in ranges]
+        ranges = shards.stored(0, full) if full else ()
+        pieces = [self._views[file][offset : offset + size] for file, offset, size in ranges]
+        self.num_bytes_read += sum(map(len, pieces))
         data = pieces[0] if len(pieces) == 1 else memoryview(bytearray().join(pieces))
         if shards.edits is None or shards.edits.values is None:
             return data

@@ -351,6 +351,10 @@ class UploadFiles:
             self._memory.trim()
             raise
 
+    def is_busy(self, number: int) -> bool:  # noqa: ARG002
+        """Whether another thread writes file ``number``: writes do not wait for one another."""
+        return False
+
     def write_ranges(self, number: int, data: memoryview, ranges: Iterable[tuple[int, int]]) -> None:
         """Write to ranges of file ``number``: the offset and size of each, as long as the data together."""
         for offset, size in ranges:
