@@ -57,12 +57,13 @@ def read_exactly(descriptor: int, buffer: Bytes, offset: int) -> None:
 def write_exactly(descriptor: int, data: Bytes | bytes, offset: int) -> None:
     """Write all of a buffer to a position of a file."""
     view = memoryview(data)
-    while (count := os.pwrite(descriptor, view[:_WRITE_BYTES], offset)) < len(view):
+    while view:
+        count = os.pwrite(descriptor, view[:_WRITE_BYTES], offset)
         view, offset = view[count:], offset + count
 
 
-def _joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield ranges of which each that begins where the last one ends is joined with it."""
+def joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Join each range, of an offset and a size, with the one before it if it begins where that one ends."""
     start = size = 0
     for offset, more in ranges:
         if offset != start + size:
@@ -77,7 +78,7 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 def _pieces(data: Bytes, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[Bytes, int]]:
     """Yield data that is written to ranges, in pieces of one write each, and the offset of each."""
     position = 0
-    for offset, size in _joined(ranges):
+    for offset, size in joined(ranges):
         for at in range(0, size, _WRITE_BYTES):
             yield data[position + at : position + min(at + _WRITE_BYTES, size)], offset + at
         position += size
@@ -200,8 +201,8 @@ class LocalOutputFiles:
     def cancel(self) -> None:
         """Do nothing: writes do not wait."""
 
-    def is_busy(self, number: int) -> bool:
-        """Whether another thread writes file ``number``."""
+    def would_wait(self, number: int) -> bool:
+        """Whether a write to file ``number`` would probably wait for one of another thread."""
         return self._locks[number].locked()
 
     def write_ranges(self, number: int, data: Bytes, ranges: Iterable[tuple[int, int]]) -> None:

@@ -231,7 +231,7 @@ class InputFiles:
             ranges = [*ranges]
             merged = _merged(one for one in ranges if one[0] in self._remote)
             self._ahead.announce((self._remote[number], start, stop) for number, start, stop in merged)
-        for number, start, stop in _joined(ranges):
+        for number, start, stop in _joined_by_file(ranges):
             if isinstance(file := self._files[number], LocalFile):
                 will_need(file.descriptor, start, stop - start)
 
@@ -313,7 +313,7 @@ class InputFiles:
         self.close()
 
 
-def _joined(ranges: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+def _joined_by_file(ranges: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
     """Yield number of the file, start and stop of ranges. A range that touches the last one of its file extends it.
 
     Args:

@@ -88,9 +88,14 @@ class Grid(Data, frozen=True, cache_hash=True):
     prefix: str = ""
 
     @property
+    def is_implied(self) -> bool:
+        """Whether the settings determine the values of the full tensor."""
+        return self.content != PLAIN or self.numbers == ZERO
+
+    @property
     def is_checked(self) -> bool:
-        """Whether the values of the full tensor are compared with the values by the settings."""
-        return self.content != PLAIN or self.group > 0 or self.numbers == ZERO
+        """Whether the values of the full tensor, or only their range, are compared with those by the settings."""
+        return self.is_implied or self.group > 0
 
     def logical_name(self, name: str) -> str:
         """The name of the logical matrix of the stored tensor ``name``."""

@@ -4,6 +4,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -340,7 +341,7 @@ def small_tensors(count: int, tp: int) -> tuple[list[np.ndarray], list[Shards], 
 
 
 def test_small_tensors_are_written_together(tmp_path, monkeypatch):
-    """Their shards are hashed and written at a time, unlike those of larger tensors."""
+    """Their shards are hashed and written at once, unlike those of larger tensors."""
     arrays, shards, files = small_tensors(20, 4)
     source, source_file = in_one_file(arrays)
     written, write_to = [], os.pwrite
@@ -349,14 +350,47 @@ def test_small_tensors_are_written_together(tmp_path, monkeypatch):
     split, checksums = run(tmp_path, source, [source_file], shards, sizes, stripe_bytes=len(source_file))
     assert split == files
     assert checksums == [[xxhash.xxh3_128_hexdigest(file)] for file in files]
-    assert [size for size in written if size] == sizes
+    assert written == sizes
     written.clear()
     merged, _ = run(tmp_path, shards, files, source, [len(source_file)], stripe_bytes=len(source_file))
     assert merged == [source_file]
-    assert [size for size in written if size] == [len(source_file)]
+    assert written == [len(source_file)]
 
 
-def test_files_that_no_other_thread_writes_come_first(tmp_path, monkeypatch):
+def test_number_of_tensors_of_a_block_is_limited(tmp_path, monkeypatch):
+    """Otherwise the memory for them would grow with the number of ranks."""
+    monkeypatch.setattr(engine, "_MAX_SPANS", 3)
+    arrays, shards, files = small_tensors(20, 4)
+    source, source_file = in_one_file(arrays)
+    put, counts = ShardWriter.put, []
+
+    def record(self: ShardWriter, state: object, spans: Sequence[object], *arguments: Any) -> None:
+        counts.append(len(spans))
+        put(self, state, spans, *arguments)
+
+    monkeypatch.setattr(ShardWriter, "put", record)
+    split, _ = run(tmp_path, source, [source_file], shards, [len(file) for file in files], stripe_bytes=2**20)
+    assert split == files
+    assert counts == [3] * 6 + [2]
+
+
+def test_bytes_of_a_rank_with_several_files_are_hashed_in_the_order_of_the_tensors(tmp_path):
+    arrays = [np.full(size, size, "u1") for size in (3, 5, 7, 11)]
+    source, source_file = in_one_file(arrays)
+    places = [(0, 0), (1, 0), (0, 3), (1, 5)]
+    new = [Shards(one.geometry, [file], [at]) for one, (file, at) in zip(source, places, strict=True)]
+    stripes = split_into_stripes([array.nbytes for array in arrays])
+    inputs = InputFiles(write(tmp_path, "old", [source_file]), [b""], [len(source_file)])
+    paths = [tmp_path / "first", tmp_path / "second"]
+    with inputs, LocalOutputFiles(paths, [b"", b""], [10, 16], 0o666, may_exist=False) as outputs:
+        reader = ShardReader(source, inputs, labels=["old"], names=["t"] * len(arrays))
+        writer = ShardWriter(new, outputs, num_stripes=1, with_checksums=True, rank_of=[0, 0])
+        CopyJob(stripes, reader, [writer]).run()
+    assert [path.read_bytes() for path in paths] == [bytes([3] * 3 + [7] * 7), bytes([5] * 5 + [11] * 11)]
+    assert writer.checksums == [[xxhash.xxh3_128_hexdigest(source_file)]]
+
+
+def test_files_that_are_free_come_first(tmp_path, monkeypatch):
     arrays, shards, files = small_tensors(1, 4)
     source, source_file = in_one_file(arrays)
     written, write_ranges = [], LocalOutputFiles.write_ranges
@@ -366,7 +400,7 @@ def test_files_that_no_other_thread_writes_come_first(tmp_path, monkeypatch):
         write_ranges(self, number, *arguments)
 
     monkeypatch.setattr(LocalOutputFiles, "write_ranges", record)
-    monkeypatch.setattr(LocalOutputFiles, "is_busy", lambda _, number: number in {0, 2} and len(written) < 3)
+    monkeypatch.setattr(LocalOutputFiles, "would_wait", lambda _, number: number in {0, 2} and len(written) < 3)
     split, _ = run(tmp_path, source, [source_file], shards, [len(file) for file in files], stripe_bytes=2**20)
     assert split == files
     assert written == [1, 3, 0, 2]

@@ -374,8 +374,9 @@ def test_another_version_of_shardconv(job, target, monkeypatch):
     refused(job, target, "another version of shardconv (got 99.0, expected ")
 
 
-def test_values_that_follow_from_a_grid_are_not_sampled(tmp_path, monkeypatch):
-    """To check them would import numpy before the first thread copies."""
+@pytest.mark.parametrize(("name", "is_sampled"), [("gptq-3", False), ("gptq-4-act-order", True)])
+def test_values_that_settings_determine_are_not_sampled(tmp_path, monkeypatch, name, is_sampled):
+    """Checking them would import numpy before the first thread copies. The order of activations is not determined."""
     sampled, gather = set(), ShardReader.gather
 
     def record(self: ShardReader, state: object, span: Span, *arguments: Any) -> memoryview:
@@ -388,9 +389,9 @@ def test_values_that_follow_from_a_grid_are_not_sampled(tmp_path, monkeypatch):
     monkeypatch.setattr(ShardReader, "gather", record)
     monkeypatch.setattr(CopyJob, "run", stop)
     with pytest.raises(KeyboardInterrupt):
-        shardconv.split(DATA / "quantized" / "gptq-3", tmp_path / "split", tp=2)
+        shardconv.split(DATA / "quantized" / name, tmp_path / "split", tp=2)
     assert sampled >= {"qweight", "qzeros", "scales", "weight"}
-    assert "g_idx" not in sampled
+    assert ("g_idx" in sampled) is is_sampled
 
 
 # --- a damaged staging folder ---------------------------------------------------------------------------------------

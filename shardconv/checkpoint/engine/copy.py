@@ -1,10 +1,10 @@
 """The copy engine: copies tensors from a reader to sinks in one pass and in bounded memory.
 
 The full tensors are split into stripes, flat byte ranges of about 32 MiB that depend on the tensors but not on tp. Each
-thread copies one stripe at a time, block by block: a block is gathered from the shards of the reader and scattered to
-the shards of the sinks. A tensor has one shard in the source of a split and in the result of a merge, and one per rank
-in a split checkpoint; the sinks of a verification do not write. Because stripes do not depend on tp, checksums of
-stripes that one operation stores can be checked by the next.
+thread copies one stripe at a time, block by block: a block, which is a part of a tensor or some small tensors, is
+gathered from the shards of the reader and scattered to the shards of the sinks. A tensor has one shard in the source of
+a split and in the result of a merge, and one per rank in a split checkpoint; the sinks of a verification do not write.
+Because stripes do not depend on tp, checksums of stripes that one operation stores can be checked by the next.
 
 A block is small enough to stay in the processor's cache between the read and the writes.
 """
@@ -38,6 +38,8 @@ BLOCK_BYTES_PER_SHARD = 256 * 2**10
 #: wait for the interpreter's lock at each step of a block.
 _MAX_BLOCKS_BYTES, _REMOTE_BLOCKS_BYTES = 3 * 2**20, 16 * 2**20
 _MIN_BLOCK_BYTES = 64 * 2**10
+#: Maximum spans of a block: sinks keep an object for each of them and each rank.
+_MAX_SPANS = 1024
 #: Maximum bytes of the parts of transposed tensors that all threads keep together, and maximum number of threads that
 #: keep one at a time: the bytes of a matrix may be read once for each of its parts, so that these must not be short.
 KEPT_BYTES, _NUM_KEPT = 10 * 2**20, 2
@@ -146,16 +148,21 @@ class Shards(NamedTuple):
         """Whether values of shards differ from the full tensor."""
         return self.edits is not None and self.edits.values is not None
 
-    def position(self, rank: int, at: int) -> int:
-        """The position in the file of byte ``at`` of a rank's shard."""
+    @property
+    def is_implied(self) -> bool:
+        """Whether the settings of a quantization format determine the values of the full tensor."""
+        return self.edits is not None and self.edits.grid.is_implied
+
+    def position(self, rank: int, offset: int) -> int:
+        """The position in its file of a byte of a rank's shard."""
         if self.rows is None:
-            return self.offsets[rank] + at
-        row, column = divmod(at, self.rows[rank].size)
+            return self.offsets[rank] + offset
+        row, column = divmod(offset, self.rows[rank].size)
         return self.offsets[rank] + row * self.rows[rank].stride + column
 
     def ranges(self, overlap: Overlap) -> Iterable[tuple[int, int]]:
-        """The contiguous ranges of a file with bytes of a rank's shard: offset and size."""
-        rank, _, start, stop, *_ = overlap
+        """The contiguous ranges of a file with the bytes of an overlap: offset and size."""
+        rank, start, stop = overlap.rank, overlap.start, overlap.stop
         if self.rows is None:
             return [(self.offsets[rank] + start, stop - start)]
         size = self.rows[rank].size
@@ -169,10 +176,10 @@ class Shards(NamedTuple):
                 yield self.files[overlap.rank], offset, size
 
     def extents(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """File, offset and size of the range of each shard from the first to the last one of these bytes."""
-        for rank, _, low, high, *_ in self.geometry.overlaps(start, stop):
-            first = self.position(rank, low)
-            yield self.files[rank], first, self.position(rank, high - 1) + 1 - first
+        """The range of each shard's file from the first to the last of these bytes: file, offset and size."""
+        for overlap in self.geometry.overlaps(start, stop):
+            first, last = (self.position(overlap.rank, at) for at in (overlap.start, overlap.stop - 1))
+            yield self.files[overlap.rank], first, last + 1 - first
 
 
 def split_into_stripes(sizes: Sequence[int], stripe_bytes: int = STRIPE_BYTES) -> Stripes:
@@ -571,7 +578,7 @@ class CopyJob:
             size = min(max(BLOCK_BYTES, shards * BLOCK_BYTES_PER_SHARD), max_bytes)
             width = max((geometry.width for geometry in geometries if geometry.width <= size), default=1)
             for span in split_span(stripe_span, size, width):
-                if span.stop - span.start > room:
+                if span.stop - span.start > room or len(spans) == _MAX_SPANS:
                     if spans:
                         yield spans
                     spans, room = [], size

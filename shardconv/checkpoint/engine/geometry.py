@@ -208,7 +208,7 @@ def _overlaps(of: Geometry, start: int, stop: int) -> tuple[Overlap, ...]:
 
 
 def _contiguous(boxes: Sequence[Box], size: int) -> slice | None:
-    """The slice of the full tensor's range that equals a shard's range of ``size`` bytes."""
+    """The slice of the full tensor's range that equals a shard's range of ``size`` bytes; None if none does."""
     if len(boxes) != 1 or boxes[0].rows * boxes[0].size != size:
         return None
     box = boxes[0]

@@ -1,7 +1,7 @@
 """Readers and sinks of the copy engine: read, write and compare shards.
 
-A byte range of a shard that is contiguous in the block is read and written in place. All others are copied with one
-strided copy per box.
+What a block and a rank have in common is read and written in place if it is one range of the block. If not, its pieces
+are copied by way of a buffer: contiguous ones as they are, all others with one strided copy per box.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -91,8 +91,8 @@ class ShardReader:
             rank, shard, low, high, boxes, contiguous = overlap
             file, ranges = shards.files[rank], shards.ranges(overlap)
             if contiguous is not None and not shards.is_edited and not boxes[0].is_replica:
-                data = block[contiguous]
-                is_whole = len(overlaps) == 1 and len(data) == len(block) and shards.edits is None
+                is_whole = len(overlaps) == 1 and contiguous == slice(0, len(block)) and shards.edits is None
+                data = block if is_whole else block[contiguous]
                 read = self._read(state, file, data, ranges, may_view=is_whole)
                 block = read if is_whole else block
                 continue
@@ -211,15 +211,15 @@ class _Piece(NamedTuple):
         """Its bytes."""
         return self.overlap.stop - self.overlap.start
 
-    def found(self) -> slice | None:
+    def in_block(self) -> slice | None:
         """The slice of the block that equals it; None if it is not contiguous there, or has other values."""
-        found = self.overlap.contiguous
-        return None if found is None or self.shards.is_edited else slice(self.at + found.start, self.at + found.stop)
+        part = self.overlap.contiguous
+        return None if part is None or self.shards.is_edited else slice(self.at + part.start, self.at + part.stop)
 
-    def copy(self, block: Bytes, data: Bytes) -> None:
-        """Copy it from the block."""
-        if (found := self.found()) is not None:
-            data[:] = block[found]
+    def copy_to(self, data: Bytes, block: Bytes) -> None:
+        """Copy it from the block to a buffer of its size."""
+        if (part := self.in_block()) is not None:
+            data[:] = block[part]
             return
         rank, shard, low, _, boxes, _ = self.overlap
         engine.arrays.scatter(block[self.at :], boxes, data, is_padded=shard.is_padded)
@@ -227,15 +227,15 @@ class _Piece(NamedTuple):
             _edit(data, self.shards.edits, rank, low, sign=-1)
 
 
-def _found(pieces: Iterable[_Piece]) -> slice | None:
+def _slice_of(pieces: Iterable[_Piece]) -> slice | None:
     """The slice of the block that equals pieces, one after the other; None if they are not contiguous there."""
-    found = None
+    whole = None
     for piece in pieces:
-        one = piece.found()
-        if one is None or (found is not None and found.stop != one.start):
+        part = piece.in_block()
+        if part is None or (whole is not None and whole.stop != part.start):
             return None
-        found = one if found is None else slice(found.start, one.stop)
-    return found
+        whole = part if whole is None else slice(whole.start, part.stop)
+    return whole
 
 
 class ShardWriter:
@@ -278,20 +278,21 @@ class ShardWriter:
                 pieces.setdefault(self._rank_of[file], []).append(_Piece(file, shards, overlap, at))
             at += span.stop - span.start
         while pieces:
-            # preferably a rank whose file no other thread writes
-            rank = next((one for one in pieces if not self._files.is_busy(pieces[one][0].file)), next(iter(pieces)))
-            for file, found in groupby(pieces.pop(rank), attrgetter("file")):
-                self._write(state, rank, file, [*found], block, scratch)
+            # preferably a rank whose next file is free
+            rank = next((one for one in pieces if not self._files.would_wait(pieces[one][0].file)), next(iter(pieces)))
+            for file, of_file in groupby(pieces.pop(rank), attrgetter("file")):
+                self._write(state, rank, file, [*of_file], block, scratch)
 
     def _write(
         self, state: StripeState, rank: int, file: int, pieces: Sequence[_Piece], block: Bytes, scratch: Scratch
     ) -> None:
-        if (found := _found(pieces)) is not None:
-            data = block[found]
+        """Hash and write pieces of one rank that are written to one file."""
+        if (part := _slice_of(pieces)) is not None:
+            data = block[part]
         else:
             data, at = scratch.take("scatter", sum(piece.size for piece in pieces)), 0
             for piece in pieces:
-                piece.copy(block, data[at : at + piece.size])
+                piece.copy_to(data[at : at + piece.size], block)
                 at += piece.size
         if self._with_checksums:
             state.update(rank, data)

@@ -128,10 +128,10 @@ def _states(paths: Iterable[AnyPath]) -> Mapping[str, str]:
 
 
 def _sample(reader: Reader) -> str:
-    """The checksum of some values that do not follow from a grid; their problems are found when they are copied."""
+    """The checksum of some values that settings do not determine; their problems are found when they are copied."""
     count = len(reader.tensors)
     chosen = {number * _STEP % count for number in range(_NUM_SAMPLED)} if count else set()
-    numbers = sorted(number for number in chosen if reader.tensors[number].edits is None)
+    numbers = sorted(number for number in chosen if not reader.tensors[number].is_implied)
     return checksum_of_tensors(reader, numbers, StripeState(0), -(-_NUM_SAMPLED // max(len(numbers), 1)))
 
 

@@ -197,7 +197,7 @@ class ResumableWriter(ShardWriter):
         return num_bytes
 
     def _read(self, state: StripeState, span: Span, scratch: Scratch) -> None:
-        """Compute the checksums of a span, in the order in which its bytes were written."""
+        """Hash the bytes of a span, those of each rank in the order in which they were hashed before."""
         for file, offset, size in self.tensors[span.tensor].stored(span.start, span.stop):
             for at in range(0, size, scratch.block_bytes):
                 data = scratch.take("block", min(size - at, scratch.block_bytes))

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, BinaryIO, Self
 
+from shardconv.files.fileio import joined
 from shardconv.files.storage.clients import Key, finish, obstore, submit, wait
 from shardconv.files.storage.errors import explain_write, explained
 from shardconv.files.storage.read_ahead import BUDGET
@@ -351,13 +352,13 @@ class UploadFiles:
             self._memory.trim()
             raise
 
-    def is_busy(self, number: int) -> bool:  # noqa: ARG002
-        """Whether another thread writes file ``number``: writes do not wait for one another."""
+    def would_wait(self, number: int) -> bool:  # noqa: ARG002
+        """Whether a write to file ``number`` would probably wait for one of another thread: no, it goes to memory."""
         return False
 
     def write_ranges(self, number: int, data: memoryview, ranges: Iterable[tuple[int, int]]) -> None:
         """Write to ranges of file ``number``: the offset and size of each, as long as the data together."""
-        for offset, size in ranges:
+        for offset, size in joined(ranges):
             self.uploads[number].write(data[:size], offset)
             data = data[size:]
 
