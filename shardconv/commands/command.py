@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from shardconv.files.fileio import keep_freed_memory
+from shardconv.files.fileio import reuse_freed_memory
 from shardconv.support.console import Console
 from shardconv.support.errors import WorldSizeError
 
@@ -127,10 +127,10 @@ class CopyCommand(Command):
     """A command that copies tensors."""
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command; with a URL, keep the memory in which ranges of files were received for the next ones."""
+        """Run the command; with a URL, keep the memory in which ranges of files are received for the next ones."""
         paths = [ctx.params.get(str(param.name)) for param in self.params if isinstance(param.type, click.Path)]
-        if any(isinstance(one, str) for path in paths for one in (path if isinstance(path, tuple) else [path])):
-            keep_freed_memory()  # a URL stays a text, and other paths do not
+        given = (one for path in paths for one in (path if isinstance(path, tuple) else [path]))
+        reuse_freed_memory(keep=any(isinstance(one, str) for one in given))  # URLs stay texts, other paths do not
         return super().invoke(ctx)
 
 

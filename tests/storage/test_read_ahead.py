@@ -268,6 +268,41 @@ def test_commands_with_urls_keep_the_memory_of_freed_buffers(tmp_path):
     assert url < 100 < 5000 < local
 
 
+#: Prints the number of arenas of the C library when threads allocate memory after a command.
+ARENAS = """
+import ctypes, sys, threading
+from contextlib import suppress
+from shardconv.cli import cli
+
+with suppress(Exception):
+    cli.main(sys.argv[2:], standalone_mode=False)
+barrier = threading.Barrier(5)
+
+def allocate():
+    held = [bytes(1000 + size) for size in range(100)]
+    barrier.wait()  # the memory is in use at the same time
+
+threads = [threading.Thread(target=allocate) for _ in range(4)]
+for thread in threads:
+    thread.start()
+barrier.wait()
+libc = ctypes.CDLL(None)
+libc.fopen.restype = ctypes.c_void_p
+file = ctypes.c_void_p(libc.fopen(sys.argv[1].encode(), b"w"))
+assert libc.malloc_info(0, file) == libc.fclose(file) == 0
+print(open(sys.argv[1]).read().count("<heap "))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="sets options of glibc")
+def test_threads_of_commands_that_copy_share_an_arena(tmp_path):
+    script = tmp_path / "arenas.py"
+    script.write_text(ARENAS)
+    commands = (["verify", tmp_path / "none"], ["plan", tmp_path / "none"])
+    shared, own = (int(run_python(script, tmp_path / "info", *command).stdout) for command in commands)
+    assert shared == 1 < own
+
+
 @pytest.mark.skipif(fileio.fadvise is None or not hasattr(os, "RWF_NOWAIT"), reason="uses calls of Linux")
 @pytest.mark.parametrize("missing", [None, 0, 1, 2])
 def test_only_ranges_that_are_not_in_memory_are_asked_for(missing, monkeypatch):
