@@ -6,11 +6,11 @@ import sys
 import pytest
 
 from shardconv import engines
-from shardconv.checkpoint import engine
+from shardconv.checkpoint import engine, operations
 from shardconv.files import containers, storage
 
 
-@pytest.mark.parametrize("package", [engine, containers, storage], ids=["engine", "containers", "storage"])
+@pytest.mark.parametrize("package", [engine, operations, containers, storage], ids=lambda one: one.__name__)
 def test_module_is_imported_when_it_is_read(package):
     code = (
         f"import sys, {package.__name__} as package\n"

@@ -160,7 +160,7 @@ def test_blocks_of_many_threads_have_the_memory_of_a_few(tmp_path, monkeypatch):
     config = llama_config(layers=1, hidden=256, intermediate=8192)
     shardconv.split(write_checkpoint(tmp_path / "source", config=config), tmp_path / "out", tp=2, threads=10_000)
     assert len(blocks) > 8
-    assert sum(blocks) <= 3 * 2**20
+    assert sum(blocks) <= 4 * 2**20
     assert 0 < max(buffers) <= engine.BLOCK_BYTES
 
 

@@ -36,7 +36,7 @@ BLOCK_BYTES = 2 * 2**20
 BLOCK_BYTES_PER_SHARD = 256 * 2**10
 #: Maximum bytes of the blocks of all threads together; and the same if files are at URLs: threads that receive data
 #: wait for the interpreter's lock at each step of a block.
-_MAX_BLOCKS_BYTES, _REMOTE_BLOCKS_BYTES = 3 * 2**20, 16 * 2**20
+_MAX_BLOCKS_BYTES, _REMOTE_BLOCKS_BYTES = 4 * 2**20, 16 * 2**20
 _MIN_BLOCK_BYTES = 64 * 2**10
 #: Maximum spans of a block: sinks keep an object for each of them and each rank.
 _MAX_SPANS = 1024

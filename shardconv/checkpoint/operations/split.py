@@ -6,10 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Unpack
 
+from shardconv.checkpoint import operations
 from shardconv.checkpoint.adapters.adapter import AnyAdapter
-from shardconv.checkpoint.operations.foreign_writer import ForeignLayout, write_foreign
-from shardconv.checkpoint.operations.megatron_writer import MegatronLayout
-from shardconv.checkpoint.operations.meta_writer import MetaLayout
 from shardconv.checkpoint.operations.pipeline import on_pipelines, open_source_pipeline
 from shardconv.checkpoint.operations.split_sources import plan_sources
 from shardconv.checkpoint.operations.split_writing import Adapters, write_split, writer_of
@@ -158,7 +156,7 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
     of_rules = rules.stages if isinstance(rules, Plan) else None
     tp, chosen_pp = chosen_tp(tp, layout), chosen_stages(pp, stages, default=of_rules)
     pp = chosen_pp.count
-    foreign = _foreign_layout(layout, MegatronLayout(tp, stacked_layers, make_vocab_size_divisible_by))
+    foreign = _foreign_layout(layout, tp, stacked_layers=stacked_layers, multiple=make_vocab_size_divisible_by)
     given = find_destination(dst, resume=resume)
     planned, of_adapters = plan_sources(src, base, adapters, layout, options, merge_adapter=merge_adapter, dtype=dtype)
     source, team, of_planner = planned.source, team or Team(), planned.planner.rules
@@ -215,16 +213,18 @@ def chosen_tp(tp: int | None, layout: str | None = None) -> int:
     return 1 if tp is None else check_count(tp, "tp", MAX_TP)
 
 
-def _foreign_layout(layout: str, megatron: MegatronLayout) -> ForeignLayout | None:
+def _foreign_layout(
+    layout: str, tp: int, *, stacked_layers: bool, multiple: int | None
+) -> "operations.foreign_writer.ForeignLayout | None":
     """A layout of another tool; None for one with a manifest."""
     if layout == MEGATRON:
-        return megatron
-    if megatron != MegatronLayout(megatron.num_files):
+        return operations.megatron_writer.MegatronLayout(tp, stacked_layers, multiple)
+    if stacked_layers or multiple is not None:
         raise UsageError(
             f"{option(stacked_layers=True)} and {option('make_vocab_size_divisible_by')} are for "
             f"{option(layout=MEGATRON)} (got {layout}): remove them"
         )
-    return MetaLayout() if layout == META else None
+    return operations.meta_writer.MetaLayout() if layout == META else None
 
 
 def _check_team(team: Team, destination: Destination, *, resume: bool) -> None:
@@ -288,7 +288,10 @@ def _manifests(
 
 
 def _ranks(
-    planned: PlannedSource, manifest: Manifest, adapters: Adapters, foreign: ForeignLayout | None
+    planned: PlannedSource,
+    manifest: Manifest,
+    adapters: Adapters,
+    foreign: "operations.foreign_writer.ForeignLayout | None",
 ) -> tuple[Sequence[int], Callable[[CheckpointWriter], int]]:
     """For each rank the bytes of its files, and the function that writes them."""
     source, read = planned.source, planned.paths
@@ -297,5 +300,5 @@ def _ranks(
         return manifest.rank_layout.rank_bytes, write
     settings = {**settings_of("split", manifest), "layout": foreign.name, **foreign.settings}
     files = foreign.lay_out(planned, manifest.plan)
-    write = partial(write_foreign, source=source, files=files, settings=settings, read=read)
+    write = partial(operations.foreign_writer.write_foreign, source=source, files=files, settings=settings, read=read)
     return files.rank_bytes, write
