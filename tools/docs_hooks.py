@@ -115,7 +115,10 @@ def _options() -> Iterator[str]:
     """The help text of each command."""
     for name, command in sorted(cli.commands.items()):
         if not command.hidden:
-            context = click.Context(command, info_name=f"shardconv {name}", max_content_width=100, terminal_width=100)
+            context = click.Context(
+                command, info_name=f"shardconv {name}", max_content_width=100, terminal_width=100,
+                **cli.context_settings,  # a command keeps the options for help of its first context
+            )  # fmt: skip
             yield f"## shardconv {name}\n\n```text\n{command.get_help(context)}\n```"
 
 
