@@ -78,7 +78,7 @@ def joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 def _pieces(data: Bytes, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[Bytes, int]]:
     """Yield data that is written to ranges, in pieces of one write each, and the offset of each."""
     position = 0
-    for offset, size in joined(ranges):
+    for offset, size in ranges:
         for at in range(0, size, _WRITE_BYTES):
             yield data[position + at : position + min(at + _WRITE_BYTES, size)], offset + at
         position += size

@@ -24,7 +24,7 @@ from shardconv.checkpoint.engine.copy import (
     split_span,
 )
 from shardconv.checkpoint.engine.geometry import Box, Overlap
-from shardconv.files.fileio import Bytes, OutputFiles, populate
+from shardconv.files.fileio import Bytes, OutputFiles, joined, populate
 from shardconv.files.input_files import InputFiles
 from shardconv.support.errors import IntegrityError
 
@@ -227,6 +227,12 @@ class _Piece(NamedTuple):
             _edit(data, self.shards.edits, rank, low, sign=-1)
 
 
+def _ranges_of(pieces: Sequence[_Piece]) -> Iterable[tuple[int, int]]:
+    """The contiguous ranges of a file with pieces: offset and size."""
+    ranges = [piece.shards.ranges(piece.overlap) for piece in pieces]
+    return joined(chain.from_iterable(ranges)) if len(ranges) > 1 else ranges[0]
+
+
 def _slice_of(pieces: Iterable[_Piece]) -> slice | None:
     """The slice of the block that equals pieces, one after the other; None if they are not contiguous there."""
     whole = None
@@ -277,26 +283,32 @@ class ShardWriter:
                 file = shards.files[overlap.rank]
                 pieces.setdefault(self._rank_of[file], []).append(_Piece(file, shards, overlap, at))
             at += span.stop - span.start
-        while pieces:
-            # preferably a rank whose next file is free
-            rank = next((one for one in pieces if not self._files.would_wait(pieces[one][0].file)), next(iter(pieces)))
-            for file, of_file in groupby(pieces.pop(rank), attrgetter("file")):
-                self._write(state, rank, file, [*of_file], block, scratch)
+        groups = [*pieces.values()]
+        while groups:
+            group = groups.pop(self._next(groups))
+            for _, of_file in groupby(group, attrgetter("file")) if len(group) > 1 else [(0, group)]:
+                self._write(state, [*of_file], block, scratch)
 
-    def _write(
-        self, state: StripeState, rank: int, file: int, pieces: Sequence[_Piece], block: Bytes, scratch: Scratch
-    ) -> None:
+    def _next(self, groups: Sequence[Sequence[_Piece]]) -> int:
+        """The number of the first group whose next file is free; 0 if none is."""
+        for number, (first, *_) in enumerate(groups):
+            if not self._files.would_wait(first.file):
+                return number
+        return 0
+
+    def _write(self, state: StripeState, pieces: Sequence[_Piece], block: Bytes, scratch: Scratch) -> None:
         """Hash and write pieces of one rank that are written to one file."""
         if (part := _slice_of(pieces)) is not None:
             data = block[part]
         else:
-            data, at = scratch.take("scatter", sum(piece.size for piece in pieces)), 0
+            data, at = scratch.take("scatter", sum([piece.size for piece in pieces])), 0
             for piece in pieces:
                 piece.copy_to(data[at : at + piece.size], block)
                 at += piece.size
+        first = pieces[0]
         if self._with_checksums:
-            state.update(rank, data)
-        self._files.write_ranges(file, data, chain.from_iterable(one.shards.ranges(one.overlap) for one in pieces))
+            state.update(self._rank_of[first.file], data)
+        self._files.write_ranges(first.file, data, _ranges_of(pieces))
 
     def prefetch(self, stripe: Iterable[Span]) -> None:
         """Do nothing: nothing is read."""

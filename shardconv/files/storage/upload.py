@@ -15,7 +15,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, BinaryIO, Self
 
-from shardconv.files.fileio import joined
 from shardconv.files.storage.clients import Key, finish, obstore, submit, wait
 from shardconv.files.storage.errors import explain_write, explained
 from shardconv.files.storage.read_ahead import BUDGET
@@ -358,7 +357,7 @@ class UploadFiles:
 
     def write_ranges(self, number: int, data: memoryview, ranges: Iterable[tuple[int, int]]) -> None:
         """Write to ranges of file ``number``: the offset and size of each, as long as the data together."""
-        for offset, size in joined(ranges):
+        for offset, size in ranges:
             self.uploads[number].write(data[:size], offset)
             data = data[size:]
 
