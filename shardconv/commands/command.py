@@ -127,10 +127,8 @@ class CopyCommand(Command):
     """A command that copies tensors."""
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command; with a URL, keep the memory in which ranges of files are received for the next ones."""
-        paths = [ctx.params.get(str(param.name)) for param in self.params if isinstance(param.type, click.Path)]
-        given = (one for path in paths for one in (path if isinstance(path, tuple) else [path]))
-        reuse_freed_memory(keep=any(isinstance(one, str) for one in given))  # URLs stay texts, other paths do not
+        """Run the command, whose buffers use freed memory again."""
+        reuse_freed_memory()
         return super().invoke(ctx)
 
 

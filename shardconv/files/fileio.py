@@ -24,7 +24,7 @@ _WRITE_BYTES = 256 * 2**10
 _POPULATE_READ = 22
 #: Options of mallopt(3) in the GNU C library, with values: M_ARENA_MAX, one arena for all threads; M_TRIM_THRESHOLD,
 #: keep all freed memory, and M_MMAP_THRESHOLD, use it for allocations of up to 32 MiB (the option's maximum).
-_ARENA_MAX, _KEEP_FREED = (-8, 1), ((-1, 2**31 - 1), (-3, 32 * 2**20))
+_MALLOC_OPTIONS = ((-8, 1), (-1, 2**31 - 1), (-3, 32 * 2**20))
 #: Fail if the file exists or is a link.
 CREATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -128,21 +128,18 @@ def populate(view: Bytes) -> bool:
     return not (failed and ctypes.get_errno() == errno.EFAULT)
 
 
-def reuse_freed_memory(*, keep: bool) -> None:
-    """Let all threads of this process allocate memory that others of them freed.
+def reuse_freed_memory() -> None:
+    """Let the C library keep freed memory, in this whole process, for the next allocations of all its threads.
 
-    A thread that imports numpy takes 2 MB more if it has an arena of its own. Other C libraries than GNU's do not have
-    these settings.
-
-    Args:
-        keep: also keep freed memory for the next allocations of up to 32 MiB. Clients of stores receive each range into
-            new memory; if the kernel has to provide it, that takes 5 to 10 % of a copy.
+    Clients of stores receive each range into new memory, and comparisons have an array of flags. If the kernel has to
+    provide it, that takes 5 to 10 % of a copy, and a third of a verification. A thread that imports numpy takes 2 MB
+    more if it has an arena of its own. Other C libraries than GNU's do not have these settings.
     """
     with suppress(ImportError, AttributeError, OSError):
         import ctypes  # noqa: PLC0415 - only commands that copy need it
 
         set_option = ctypes.CDLL(None).mallopt
-        for option, value in (_ARENA_MAX, *(_KEEP_FREED if keep else ())):
+        for option, value in _MALLOC_OPTIONS:
             set_option(option, value)
 
 

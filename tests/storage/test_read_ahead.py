@@ -235,7 +235,7 @@ def test_local_files_are_prefetched_in_few_calls(tmp_path, monkeypatch, ranges, 
     assert len(asked) == calls
 
 
-#: Prints the pages that the kernel provides for buffers which were used before, after a command with a source.
+#: Prints the pages that the kernel provides for buffers which were used before, after a command.
 REUSE = """
 import resource, sys
 from contextlib import suppress
@@ -247,7 +247,7 @@ def pages():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 with suppress(Exception):
-    cli.main(["verify", sys.argv[1]], standalone_mode=False)
+    cli.main(sys.argv[1:], standalone_mode=False)
 pages()
 print(pages())
 """
@@ -261,11 +261,11 @@ def has_small_pages():
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="sets options of glibc")
 @pytest.mark.skipif(not has_small_pages(), reason="counts pages of 4 KiB")
-def test_commands_with_urls_keep_the_memory_of_freed_buffers(tmp_path):
+def test_commands_that_copy_keep_the_memory_of_freed_buffers(tmp_path):
     script = tmp_path / "reuse.py"
     script.write_text(REUSE)
-    url, local = (int(run_python(script, source).stdout) for source in ("ftp://host/folder", tmp_path / "none"))
-    assert url < 100 < 5000 < local
+    kept, provided = (int(run_python(script, command, tmp_path / "none").stdout) for command in ("verify", "plan"))
+    assert kept < 100 < 5000 < provided
 
 
 #: Prints the number of arenas of the C library when threads allocate memory after a command.
