@@ -3,6 +3,8 @@
 import mmap
 import os
 import platform
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -15,7 +17,6 @@ from shardconv.files import fileio, input_files
 from shardconv.files.input_files import InputFiles
 from shardconv.files.storage import read_ahead
 from shardconv.files.storage.read_ahead import ReadAhead
-from tests.support.forked import run_python
 
 CHUNK, ROOM = 64, 256
 DATA = bytes(range(256)) * 40
@@ -253,6 +254,12 @@ print(pages())
 """
 
 
+def number_from(script: Path, *arguments: object) -> int:
+    """The number that a script prints, in a process of its own, whose memory no other one has used."""
+    command = [sys.executable, script, *map(str, arguments)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
 def has_small_pages():
     """Whether memory consists of pages of 4 KiB, unless a program asks for other ones."""
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -264,7 +271,7 @@ def has_small_pages():
 def test_commands_that_copy_keep_the_memory_of_freed_buffers(tmp_path):
     script = tmp_path / "reuse.py"
     script.write_text(REUSE)
-    kept, provided = (int(run_python(script, command, tmp_path / "none").stdout) for command in ("verify", "plan"))
+    kept, provided = (number_from(script, command, tmp_path / "none") for command in ("verify", "plan"))
     assert kept < 100 < 5000 < provided
 
 
@@ -299,7 +306,7 @@ def test_threads_of_commands_that_copy_share_an_arena(tmp_path):
     script = tmp_path / "arenas.py"
     script.write_text(ARENAS)
     commands = (["verify", tmp_path / "none"], ["plan", tmp_path / "none"])
-    shared, own = (int(run_python(script, tmp_path / "info", *command).stdout) for command in commands)
+    shared, own = (number_from(script, tmp_path / "info", *command) for command in commands)
     assert shared == 1 < own
 
 
