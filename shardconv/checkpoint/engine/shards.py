@@ -286,7 +286,7 @@ class ShardWriter:
         groups = [*pieces.values()]
         while groups:
             group = groups.pop(self._next(groups))
-            for _, of_file in groupby(group, attrgetter("file")) if len(group) > 1 else [(0, group)]:
+            for _, of_file in groupby(group, attrgetter("file")):
                 self._write(state, [*of_file], block, scratch)
 
     def _next(self, groups: Sequence[Sequence[_Piece]]) -> int:
