@@ -155,13 +155,13 @@ def test_a_signal_while_the_lock_is_removed_keeps_the_checkpoint(made, s3):
     wait_for(s3, process, lambda method, path, query: method == "POST" and "delete" in query)
     process.send_signal(signal.SIGTERM)
     result = finish(process)
-    s3.released.set()
     lock = f"{target}/.shardconv.lock"
     message = f"shardconv: terminated; {target}: is written, but its lock {lock} may be left: remove it\n"
     assert (result.code, result.err) == (143, message)
-    s3.fault = lambda *_: None
     assert without_identity(s3.objects("out/released/")).keys() >= without_identity(contents(made / "split")).keys()
     assert shardconv.verify(target).differences == ()
+    s3.fault = lambda *_: None
+    s3.released.set()
 
 
 def test_a_lock_that_cannot_be_removed_does_not_remove_the_checkpoint(made, s3):

@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,16 @@ class S3Server:
         return boto3.client("s3", endpoint_url=self.url)
 
     def objects(self, prefix: str = "", bucket: str = "bucket") -> dict[str, bytes]:
-        """Name, without the prefix, to content of the objects in a bucket, by the server's own client."""
-        found = self.client.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", [])
-        read = self.client.get_object
-        return {one["Key"].removeprefix(prefix): read(Bucket=bucket, Key=one["Key"])["Body"].read() for one in found}
+        """Name, without the prefix, to content of the objects in a bucket, by the server's own client.
+
+        A request that waited in the server may remove one of them meanwhile.
+        """
+        client, found = self.client, {}
+        for one in client.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", []):
+            with suppress(client.exceptions.NoSuchKey):
+                body = client.get_object(Bucket=bucket, Key=one["Key"])["Body"]
+                found[one["Key"].removeprefix(prefix)] = body.read()
+        return found
 
     def unfinished(self, bucket: str = "bucket") -> list[str]:
         """The names of multipart uploads that were neither completed nor aborted."""
