@@ -18,7 +18,7 @@ from shardconv.checkpoint.sources.planning import PlanOptions, plan_source, read
 from shardconv.checkpoint.sources.source import Source, SourceFile
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.distributed.agreement import attempt
-from shardconv.files.containers.safetensors import Header, num_bytes
+from shardconv.files.containers.safetensors import Header, num_bytes, total_bytes
 from shardconv.files.folder import AnyPath, file_bytes, read_json
 from shardconv.files.paths import SourcePath, open_path
 from shardconv.files.weight_formats import CONFIG_NAME, is_index, is_weights
@@ -405,7 +405,8 @@ def _on_disk(path: AnyPath, config: Mapping[str, object]) -> tuple[MetaModel, Di
 
 def _source(path: AnyPath, config: dict[str, object], specs: Mapping[str, TensorSpec]) -> Source:
     """The source of one file with these tensors."""
-    file = SourceFile("model.safetensors", path / "model.safetensors", Header(b"", specs, None))
+    header = Header(b"", specs, None, total_bytes(specs.values()))
+    file = SourceFile("model.safetensors", path / "model.safetensors", header)
     return Source(path, is_folder=False, files=(file,), config=config)
 
 

@@ -5,7 +5,7 @@ that needs this module imports it, while the others continue.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from shardconv.checkpoint.engine.copy import REMOTE_KEPT_BYTES, Edits, ReadTensor, Scratch
 from shardconv.checkpoint.engine.geometry import Box, row_spans
 from shardconv.files.fileio import Bytes
-from shardconv.plan.grid import PLAIN, SHAPE, ZERO, Grid, GridDim
+from shardconv.plan.grid import SHAPE, ZERO, Grid, GridDim
 from shardconv.support.errors import option
 
 # --- copies between a block of a full tensor and a range of a shard ---------------------------------------------------
@@ -38,7 +38,7 @@ def scatter(block: Bytes, boxes: Sequence[Box], local: Bytes, *, is_padded: bool
     if is_padded:
         np.frombuffer(local, np.uint8)[...] = 0
     for box in boxes:
-        np.copyto(_local(local, box), _full(block, box))
+        _local(local, box)[...] = _full(block, box)
 
 
 def gather(local: Bytes, boxes: Sequence[Box], block: Bytes) -> bool:
@@ -53,14 +53,14 @@ def gather(local: Bytes, boxes: Sequence[Box], block: Bytes) -> bool:
         if box.is_replica:
             is_equal = is_equal and np.array_equal(full, shard)
         else:
-            np.copyto(full, shard)
+            full[...] = shard
     return is_equal
 
 
 def copy_boxes(block: Bytes, boxes: Sequence[Box], other: Bytes) -> None:
     """Copy the boxes of a block to the same positions of another one."""
     for box in boxes:
-        np.copyto(_full(other, box), _full(block, box))
+        _full(other, box)[...] = _full(block, box)
 
 
 def is_padding_zero(boxes: Sequence[Box], local: Bytes) -> bool:
@@ -206,6 +206,8 @@ def _boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[_Box]:
 # tensor follow from the quantization settings, and are compared with them.
 
 _INTEGERS = {"I32": "<i4", "I64": "<i8", "U8": "<u1"}
+#: Ranges whose expected values are kept: layers repeat the shapes of their tensors.
+_NUM_EXPECTED = 4
 
 _DAMAGED = f"the checkpoint is damaged, or it needs {option(config='FILE')} with another quantization_config"
 
@@ -228,15 +230,19 @@ def add_integers(data: Bytes, dtype: str, offset: int, values: Sequence[int], *,
 def fill_expected(data: Bytes, edits: Edits, offset: int) -> None:
     """Write the values of a full tensor that follow from its grid; arguments as for :func:`unexpected`."""
     elements = np.frombuffer(data, _INTEGERS[edits.dtype])
-    elements[:] = _expected(edits.grid, np.arange(len(elements)) + offset // elements.itemsize)
+    elements[:] = _expected(edits.grid, elements.dtype, offset // elements.itemsize, len(elements))
 
 
-def _expected(grid: Grid, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The values of a full tensor at these positions."""
+@lru_cache(_NUM_EXPECTED)
+def _expected(grid: Grid, dtype: np.dtype[Any], first: int, count: int) -> NDArray[Any]:
+    """The values of a full tensor from the element ``first`` on, in this dtype if it has them all."""
+    positions = np.arange(first, first + count)
     if grid.content == SHAPE:
         return np.array(grid.shape)[positions]
-    positions = positions % grid.shape[grid.dims[-1].dim or 0]
-    return positions // grid.group if grid.group and grid.numbers != ZERO else np.zeros_like(positions)
+    if grid.numbers == ZERO or not grid.group:
+        return np.zeros(count, dtype)
+    groups = positions % grid.shape[grid.dims[-1].dim or 0] // grid.group
+    return groups.astype(dtype) if groups.max(initial=0) <= np.iinfo(dtype).max else groups
 
 
 def unexpected(data: Bytes, edits: Edits, offset: int) -> str:
@@ -251,29 +257,28 @@ def unexpected(data: Bytes, edits: Edits, offset: int) -> str:
         The first difference and how to fix it; "" if there is none.
     """
     elements, grid = np.frombuffer(data, _INTEGERS[edits.dtype]), edits.grid
-    positions = np.arange(len(elements)) + offset // elements.itemsize
-    if grid.numbers == ZERO:
-        return f"{edits.name}: is {elements[0]} (expected 0, the order of rows): {_DAMAGED}" if elements.any() else ""
-    if grid.content == PLAIN:
-        return _group_outside(edits.name, grid, elements, positions)
-    expected = _expected(grid, positions)
-    different = np.flatnonzero(elements != expected)
-    if not len(different):
+    first = offset // elements.itemsize
+    if not grid.is_implied:
+        return _group_outside(edits.name, grid, elements, first)
+    expected = _expected(grid, elements.dtype, first, len(elements))
+    if not len(different := np.flatnonzero(elements != expected)):
         return ""
     at = different[0]
+    if grid.numbers == ZERO:
+        return f"{edits.name}: is {elements[at]} (expected 0, the order of rows): {_DAMAGED}"
     if grid.content == SHAPE:
         return (
-            f"{edits.name}: dim {positions[at]} is {elements[at]} (expected {expected[at]}, from the shape of the "
+            f"{edits.name}: dim {first + at} is {elements[at]} (expected {expected[at]}, from the shape of the "
             f"stored weight): {_DAMAGED}"
         )
     return (
-        f"{edits.name}: input feature {positions[at]} is in group {elements[at]} (expected {expected[at]}, from "
+        f"{edits.name}: input feature {first + at} is in group {elements[at]} (expected {expected[at]}, from "
         f"quantization_config): pass {option(config='FILE')} with the quantization_config of this checkpoint. It has "
         "desc_act (GPTQ) or actorder (compressed-tensors) if groups are in the order of activations"
     )
 
 
-def _group_outside(name: str, grid: Grid, elements: NDArray[np.int64], positions: NDArray[np.int64]) -> str:
+def _group_outside(name: str, grid: Grid, elements: NDArray[np.int64], first: int) -> str:
     """The first index of a group that does not exist, where groups are not consecutive; "" if there is none."""
     size = grid.shape[grid.dims[-1].dim or 0]
     last = GridDim(None, grid.group).count(size) - 1
@@ -282,7 +287,7 @@ def _group_outside(name: str, grid: Grid, elements: NDArray[np.int64], positions
         return ""
     at = outside[0]
     return (
-        f"{name}: input feature {positions[at] % size} is in group {elements[at]} (expected 0 to {last}, as "
+        f"{name}: input feature {(first + at) % size} is in group {elements[at]} (expected 0 to {last}, as "
         f"quantization_config has groups of {grid.group}): {_DAMAGED}"
     )
 

@@ -97,20 +97,27 @@ class Header:
         specs: name to dtype and shape of each tensor, in the order of the data, where one follows the other.
         metadata: the ``__metadata__`` strings of the file, or None.
         data_offset: offset of the data section in the file.
+        data_bytes: bytes of the data section.
         prefix: the bytes of the file before its data section: the length of the JSON text, and this text.
     """
 
     specs: Mapping[str, TensorSpec]
     metadata: dict[str, str] | None
     data_offset: int
+    data_bytes: int
     prefix: Compressed
 
-    __slots__ = ("data_offset", "metadata", "prefix", "specs")
+    __slots__ = ("data_bytes", "data_offset", "metadata", "prefix", "specs")
 
     def __init__(
-        self, raw: bytes | bytearray, specs: Mapping[str, TensorSpec], metadata: dict[str, str] | None
+        self,
+        raw: bytes | bytearray,
+        specs: Mapping[str, TensorSpec],
+        metadata: dict[str, str] | None,
+        data_bytes: int,
     ) -> None:
-        self.specs, self.metadata, self.data_offset = specs, metadata, _LENGTH.size + len(raw)
+        self.specs, self.metadata, self.data_bytes = specs, metadata, data_bytes
+        self.data_offset = _LENGTH.size + len(raw)
         self.prefix = Compressed(_LENGTH.pack(len(raw)), raw)
 
     def __eq__(self, other: object) -> bool:
@@ -137,11 +144,6 @@ class Header:
         """Name to offset in the file of each tensor; computed, as for :meth:`tensors`."""
         sizes = (num_bytes(dtype, shape) for dtype, shape, _ in self.specs.values())
         return dict(zip(self.specs, accumulate(sizes, initial=self.data_offset), strict=False))
-
-    @property
-    def data_bytes(self) -> int:
-        """Bytes of the data section."""
-        return total_bytes(self.specs.values())
 
     @property
     def file_bytes(self) -> int:
@@ -241,7 +243,7 @@ def parse_header(raw: bytes, data_bytes: int | None, path: AnyPath) -> Header:
     if data_bytes is not None and size != data_bytes:
         kind = "truncated" if data_bytes < size else "longer than its header allows"
         raise SourceError(f"{path}: is {kind} (got {data_bytes} bytes of data, expected {size}): {_AGAIN}")
-    return Header(raw, specs, metadata)
+    return Header(raw, specs, metadata, size)
 
 
 class _Entry(Struct, forbid_unknown_fields=True):
@@ -385,7 +387,7 @@ def build_header(tensors: Iterable[tuple[str, TensorSpec]], metadata: dict[str, 
             f"header is too large (got {len(raw)} bytes, expected at most {MAX_HEADER_BYTES - 8}): use smaller metadata"
         )
     raw += b" " * (-len(raw) % 8)
-    return Header(raw, specs, metadata)
+    return Header(raw, specs, metadata, end)
 
 
 def build_index(files: Iterable[tuple[str, Header]]) -> str:
