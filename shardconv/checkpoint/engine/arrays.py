@@ -23,9 +23,9 @@ from shardconv.support.errors import option
 # --- copies between a block of a full tensor and a range of a shard ---------------------------------------------------
 
 
-def _full(block: Bytes, box: Box) -> NDArray[np.uint8]:
+def _full(block: Bytes, box: Box, at: int = 0) -> NDArray[np.uint8]:
     shape, strides = (box.rows, box.size), (box.full_width, 1)
-    return np.ndarray(shape, np.uint8, block, box.full + box.offset, strides)
+    return np.ndarray(shape, np.uint8, block, at + box.full + box.offset, strides)
 
 
 def _local(local: Bytes, box: Box) -> NDArray[np.uint8]:
@@ -33,12 +33,12 @@ def _local(local: Bytes, box: Box) -> NDArray[np.uint8]:
     return np.ndarray(shape, np.uint8, local, box.local + box.local_offset, strides)
 
 
-def scatter(block: Bytes, boxes: Sequence[Box], local: Bytes, *, is_padded: bool) -> None:
-    """Copy the boxes of a block into a shard's range; the padding between them becomes zero."""
+def scatter(block: Bytes, boxes: Sequence[Box], local: Bytes, *, is_padded: bool, at: int = 0) -> None:
+    """Copy the boxes of a block, from the offset ``at`` on, into a shard's range; padding between them becomes zero."""
     if is_padded:
         np.frombuffer(local, np.uint8)[...] = 0
     for box in boxes:
-        _local(local, box)[...] = _full(block, box)
+        _local(local, box)[...] = _full(block, box, at)
 
 
 def gather(local: Bytes, boxes: Sequence[Box], block: Bytes) -> bool:
@@ -205,7 +205,7 @@ def _boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[_Box]:
 # integer is subtracted from the values of a shard, and added again when the full tensor is read. The values of the full
 # tensor follow from the quantization settings, and are compared with them.
 
-_INTEGERS = {"I32": "<i4", "I64": "<i8", "U8": "<u1"}
+_INTEGERS: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8"), "U8": np.dtype("<u1")}
 #: Ranges whose expected values are kept: layers repeat the shapes of their tensors.
 _NUM_EXPECTED = 4
 
@@ -224,7 +224,8 @@ def add_integers(data: Bytes, dtype: str, offset: int, values: Sequence[int], *,
     """
     elements = np.frombuffer(data, _INTEGERS[dtype])
     first = offset // elements.itemsize
-    elements += sign * np.array(values if len(values) == 1 else values[first : first + len(elements)], elements.dtype)
+    added = values[0] if len(values) == 1 else np.array(values[first : first + len(elements)], elements.dtype)
+    elements += sign * added
 
 
 def fill_expected(data: Bytes, edits: Edits, offset: int) -> None:

@@ -189,7 +189,7 @@ class _ShardFinder:
         self._held = {one.stages: _held(one.stages, ranks, plan.ranks_per_stage) for one in plan.distinct}
         self._starts = [*accumulate(map(len, files), initial=0)]
         self._file_of = [{name: at for at, file in enumerate(one) for name in file.positions} for one in stage_files]
-        self._numbers: dict[object, list[int]] = {}  # one object where they are equal
+        self._of_key: dict[object, tuple[list[int], list[_RankFile]]] = {}  # one object where they are equal
 
     def shards_of(self, name: str, spec: TensorSpec) -> Shards:
         """The positions of the shards of a tensor."""
@@ -198,24 +198,24 @@ class _ShardFinder:
             size = num_bytes(spec.dtype, spec.shape)
             return Shards(Geometry(size, size, ()), (), (), edits_of(name, spec, plan))
         planned = plan.tensors[name]
-        held, stage_ranks = self._held[planned.stages]
+        stage_ranks = self._held[planned.stages][1]
         of_ranks = None if self._has_full_values else planned.edits
         edits = edits_of(name, spec, plan, None if of_ranks is None else [of_ranks[rank] for rank in stage_ranks])
-        numbers = self._numbers_of(name, planned.stages, held)
-        found = [
-            self._files[at][number - self._starts[at]].positions[name] for at, number in zip(held, numbers, strict=True)
-        ]
+        numbers, files = self._files_of(name, planned.stages)
+        found = [file.positions[name] for file in files]
         rows = [position.rows for position in found if position.rows is not None] or None
-        offsets = tuple(position.offset for position in found)
+        offsets = tuple([position.offset for position in found])
         return Shards(geometry(planned.placement, spec.dtype, spec.shape, stage_ranks), numbers, offsets, edits, rows)
 
-    def _numbers_of(self, name: str, stages: tuple[int, ...], held: Sequence[int]) -> list[int]:
-        """The numbers of the files with a tensor, on the ranks at these indexes."""
-        file_of = {stage: self._file_of[stage][name] for stage in stages}
-        key = tuple(file_of.items())
-        if key not in self._numbers:
-            self._numbers[key] = [self._starts[at] + file_of[self._stages[at]] for at in held]
-        return self._numbers[key]
+    def _files_of(self, name: str, stages: tuple[int, ...]) -> tuple[list[int], list[_RankFile]]:
+        """The numbers of the files with a tensor, one for each rank that has it, and these files."""
+        key = tuple([(stage, self._file_of[stage][name]) for stage in stages])
+        if key not in self._of_key:
+            file_of, held = dict(key), self._held[stages][0]
+            of_rank = [(at, file_of[self._stages[at]]) for at in held]
+            numbers = [self._starts[at] + file for at, file in of_rank]
+            self._of_key[key] = numbers, [self._files[at][file] for at, file in of_rank]
+        return self._of_key[key]
 
 
 def _check_number(count: int, layout: FileLayout) -> None:
@@ -331,6 +331,9 @@ def _positions(
 
     Members that are concatenated along a dim have a part of each row of this dim; along dim 0, there is one row.
     """
+    if len(tensor.members) == 1:
+        yield tensor.members[0], _Position(offset, None)
+        return
     step = len(tensor.members) // (tensor.stack or 1)
     for at in range(0, len(tensor.members), step):
         members = tensor.members[at : at + step]

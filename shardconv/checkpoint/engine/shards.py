@@ -222,7 +222,7 @@ class _Piece(NamedTuple):
             data[:] = block[part]
             return
         rank, shard, low, _, boxes, _ = self.overlap
-        engine.arrays.scatter(block[self.at :], boxes, data, is_padded=shard.is_padded)
+        engine.arrays.scatter(block, boxes, data, is_padded=shard.is_padded, at=self.at)
         if self.shards.edits is not None and self.shards.is_edited:
             _edit(data, self.shards.edits, rank, low, sign=-1)
 
