@@ -125,13 +125,13 @@ with ThreadPoolExecutor(2) as pool:
 
 
 #: Splits a file into eight, or merges eight parts of it into one, by two threads that read, hash and write blocks of
-#: 1.5 MiB, and do nothing else. Of ten blocks some consist of columns of 2 KiB; each other is of one file. The threads
+#: 2 MiB, and do nothing else. Of ten blocks some consist of columns of 2 KiB; each other is of one file. The threads
 #: begin half the source apart, so that they rarely wait for each other's file.
 _COLUMNS = """
 import mmap, os, sys, threading, xxhash
 from concurrent.futures import ThreadPoolExecutor
 kind, share, source, *targets = sys.argv[1:]
-block, part, piece, stripe = 3 * 2**19, 3 * 2**16, 2**18, 21 * 3 * 2**19
+block, part, stripe = 2**21, 2**18, 2**25
 read = os.open(source, os.O_RDONLY)
 size = os.fstat(read).st_size // (16 * block) * 16 * block
 write = [os.open(target, os.O_CREAT | os.O_WRONLY) for target in targets]
@@ -141,9 +141,9 @@ starting, writing = threading.Lock(), [threading.Lock() for _ in write]
 for target in write:
     os.truncate(target, size // len(write))
 def put(number, data, offset):
-    for at in range(0, len(data), piece):
+    for at in range(0, len(data), part):
         with writing[number]:
-            os.pwrite(write[number], data[at : at + piece], offset + at)
+            os.pwrite(write[number], data[at : at + part], offset + at)
 def scatter(buffer, column, columns, hashed, offset):
     os.preadv(read, [buffer], offset)
     for number in range(8):
@@ -168,7 +168,7 @@ def copy():
             if offset // block % 10 < int(share):
                 if columns is None:
                     import numpy as np
-                    columns = np.ndarray((96, 2**11), "u1", column), np.ndarray((96, 8, 2**11), "u1", buffer)
+                    columns = np.ndarray((128, 2**11), "u1", column), np.ndarray((128, 8, 2**11), "u1", buffer)
                 {"split": scatter, "merge": gather}[kind](buffer, column, columns, hashed, offset)
                 continue
             os.preadv(read, [buffer], offset)
@@ -182,13 +182,12 @@ with ThreadPoolExecutor(2) as pool:
 
 
 def bounds(place: Place) -> Iterator[Row]:
-    """One thread that reads or writes bytes of the source and does nothing else, compared with ``cp``.
+    """Loops that read, hash or write bytes of the source and do nothing else, by one thread unless a row says two.
 
     A split of an adapter (section adapters) reads a part of what it writes, as the loop of the fifth row does. A
     verified load (loading_and_running) maps and hashes its files. A merge, and a split to one file (megatron_files),
     hash what they copy, with two threads, of which one writes at a time. Of a checkpoint of GPTQ (quantized), 7 of 10
-    bytes are of matrices whose columns are sharded; of one of bf16, 3 of 10. The usual script is that of the section
-    usual_script.
+    bytes are of matrices whose columns are sharded; of one of bf16, and of that of the usual script (usual_script), 3.
     """
     with llama(place) as source:
         copied, size = source.parent / "cp.out", source.stat().st_size

@@ -127,7 +127,7 @@ class CopyCommand(Command):
     """A command that copies tensors."""
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command, whose buffers use freed memory again."""
+        """Run the command. Freed memory is kept for later allocations."""
         reuse_freed_memory()
         return super().invoke(ctx)
 

@@ -62,21 +62,8 @@ def write_exactly(descriptor: int, data: Bytes | bytes, offset: int) -> None:
         view, offset = view[count:], offset + count
 
 
-def joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Join each range, of an offset and a size, with the one before it if it begins where that one ends."""
-    start = size = 0
-    for offset, more in ranges:
-        if offset != start + size:
-            if size:
-                yield start, size
-            start, size = offset, 0
-        size += more
-    if size:
-        yield start, size
-
-
-def _pieces(data: Bytes, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[Bytes, int]]:
-    """Yield data that is written to ranges, in pieces of one write each, and the offset of each."""
+def _writes(data: Bytes, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[Bytes, int]]:
+    """Yield the data of each write to ranges, and its offset."""
     position = 0
     for offset, size in ranges:
         for at in range(0, size, _WRITE_BYTES):
@@ -131,8 +118,8 @@ def populate(view: Bytes) -> bool:
 def reuse_freed_memory() -> None:
     """Let the C library keep freed memory, in this whole process, for the next allocations of all its threads.
 
-    Clients of stores receive each range into new memory, and comparisons have an array of flags. If the kernel has to
-    provide it, that takes 5 to 10 % of a copy, and a third of a verification. A thread that imports numpy takes 2 MB
+    Clients of stores receive each range into new memory, and comparing two blocks allocates an array of flags. Memory
+    from the kernel takes 5 to 10 % of a copy, and a third of a verification. A thread that imports numpy takes 2 MB
     more if it has an arena of its own. Other C libraries than GNU's do not have these settings.
     """
     with suppress(ImportError, AttributeError, OSError):
@@ -207,14 +194,17 @@ class LocalOutputFiles:
         return self._locks[number].locked()
 
     def write_ranges(self, number: int, data: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
-        """Write to ranges of file ``number``: the offset and size of each, as long as the data together."""
-        pieces = list(_pieces(data, ranges))
-        locked = pieces[:-1] or pieces
+        """Write to ranges of file ``number``: offset and size of each, as long as the data together.
+
+        Each range is a write of its own: callers join those that touch.
+        """
+        writes = list(_writes(data, ranges))
+        locked = writes[:-1] or writes
         with self._locks[number]:
-            for piece, offset in locked:
-                write_exactly(self.descriptors[number], piece, offset)
-        for piece, offset in pieces[len(locked) :]:  # without the lock: the next writer takes about 0.1 ms to wake up
-            write_exactly(self.descriptors[number], piece, offset)
+            for one, offset in locked:
+                write_exactly(self.descriptors[number], one, offset)
+        for one, offset in writes[len(locked) :]:  # without the lock: the next writer takes about 0.1 ms to wake up
+            write_exactly(self.descriptors[number], one, offset)
 
     def read(self, number: int, buffer: Bytes, offset: int) -> None:
         """Fill a buffer from a position of file ``number``."""

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import shardconv
+from shardconv.checkpoint.engine import copy
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.checkpoint.split.rank_reader import RankFileReader, RankSourceReader
@@ -144,6 +145,16 @@ def test_ranks_with_one_packed_word_of_a_layer(tmp_path, version):
     sizes = {"hidden": 32, "heads": 4, "kv_heads": 4, "intermediate": 32}
     source = write_gptq(tmp_path / "source", bits=4, group=8, version=version, **sizes)
     check(source, tmp_path / "split", 4)
+
+
+def test_blocks_do_not_end_inside_an_index(tmp_path, monkeypatch):
+    """The indices of a layer are longer than a block, whose size depends on the number of threads."""
+    monkeypatch.setattr(copy, "_MAX_BLOCKS_BYTES", 5001)
+    monkeypatch.setattr(copy, "_MIN_BLOCK_BYTES", 1)
+    source = write_gptq(tmp_path / "source", bits=4, group=32, hidden=64, intermediate=2048)
+    shardconv.split(source, tmp_path / "split", tp=2)
+    monkeypatch.undo()
+    assert shardconv.verify(tmp_path / "split", against=source).differences == ()
 
 
 @pytest.mark.parametrize("name", NAMES)

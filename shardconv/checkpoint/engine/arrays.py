@@ -207,19 +207,19 @@ def _boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[_Box]:
 
 _INTEGERS: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8"), "U8": np.dtype("<u1")}
 #: Ranges whose expected values are kept: layers repeat the shapes of their tensors.
-_NUM_EXPECTED = 4
+_NUM_EXPECTED = 16
 
 _DAMAGED = f"the checkpoint is damaged, or it needs {option(config='FILE')} with another quantization_config"
 
 
 def add_integers(data: Bytes, dtype: str, offset: int, values: Sequence[int], *, sign: int = 1) -> None:
-    """Add integers to the elements of a shard, in place. Results that are too large for the dtype wrap around.
+    """Add integers to the elements of a shard, in place. Sums that are too large for the dtype wrap around.
 
     Args:
         data: bytes of the shard.
         dtype: its dtype in safetensors, ``I32`` or ``I64``.
         offset: offset of ``data`` in the shard, in bytes.
-        values: one integer for all elements, or one for each element of the shard.
+        values: one integer of the dtype for all elements, or one for each element of the shard.
         sign: -1 to subtract.
     """
     elements = np.frombuffer(data, _INTEGERS[dtype])
@@ -236,14 +236,17 @@ def fill_expected(data: Bytes, edits: Edits, offset: int) -> None:
 
 @lru_cache(_NUM_EXPECTED)
 def _expected(grid: Grid, dtype: np.dtype[Any], first: int, count: int) -> NDArray[Any]:
-    """The values of a full tensor from the element ``first`` on, in this dtype if it has them all."""
+    """The values of a full tensor from the element ``first`` on, of this dtype if it can have them."""
     positions = np.arange(first, first + count)
     if grid.content == SHAPE:
-        return np.array(grid.shape)[positions]
-    if grid.numbers == ZERO or not grid.group:
-        return np.zeros(count, dtype)
-    groups = positions % grid.shape[grid.dims[-1].dim or 0] // grid.group
-    return groups.astype(dtype) if groups.max(initial=0) <= np.iinfo(dtype).max else groups
+        values = np.array(grid.shape)[positions]
+    elif grid.numbers == ZERO or not grid.group:
+        values = np.zeros_like(positions)
+    else:
+        values = positions % grid.shape[grid.dims[-1].dim or 0] // grid.group
+    values = values.astype(dtype) if values.max(initial=0) <= np.iinfo(dtype).max else values
+    values.flags.writeable = False  # threads share it
+    return values
 
 
 def unexpected(data: Bytes, edits: Edits, offset: int) -> str:

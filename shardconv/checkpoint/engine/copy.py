@@ -465,7 +465,7 @@ class CopyJob:
         workers = min(threads, count, _MAX_WORKERS)
         is_remote = any(side.is_remote for side in self._sides)
         max_bytes = _REMOTE_BLOCKS_BYTES if is_remote else _MAX_BLOCKS_BYTES
-        block_bytes = max(max_bytes // max(workers, 1), _MIN_BLOCK_BYTES)
+        block_bytes = max(max_bytes // max(workers, 1) // mmap.PAGESIZE * mmap.PAGESIZE, _MIN_BLOCK_BYTES)
         num_kept = min(workers, _NUM_REMOTE_KEPT if is_remote else _NUM_KEPT)
         kept_bytes = REMOTE_KEPT_BYTES if is_remote else KEPT_BYTES // max(num_kept, 1)
         parts = SimpleQueue[Scratch]()

@@ -24,7 +24,7 @@ from shardconv.checkpoint.engine.copy import (
     split_span,
 )
 from shardconv.checkpoint.engine.geometry import Box, Overlap
-from shardconv.files.fileio import Bytes, OutputFiles, joined, populate
+from shardconv.files.fileio import Bytes, OutputFiles, populate
 from shardconv.files.input_files import InputFiles
 from shardconv.support.errors import IntegrityError
 
@@ -191,8 +191,8 @@ class ShardReader:
         self._files.cancel()
 
 
-class _Piece(NamedTuple):
-    """A range of a shard that is written from a block.
+class _Part(NamedTuple):
+    """The part of a block that a rank gets of one span: a range of its shard.
 
     Attributes:
         file: number of the file that gets it.
@@ -213,13 +213,13 @@ class _Piece(NamedTuple):
 
     def in_block(self) -> slice | None:
         """The slice of the block that equals it; None if it is not contiguous there, or has other values."""
-        part = self.overlap.contiguous
-        return None if part is None or self.shards.is_edited else slice(self.at + part.start, self.at + part.stop)
+        within = self.overlap.contiguous
+        return None if within is None or self.shards.is_edited else slice(self.at + within.start, self.at + within.stop)
 
     def copy_to(self, data: Bytes, block: Bytes) -> None:
         """Copy it from the block to a buffer of its size."""
-        if (part := self.in_block()) is not None:
-            data[:] = block[part]
+        if (within := self.in_block()) is not None:
+            data[:] = block[within]
             return
         rank, shard, low, _, boxes, _ = self.overlap
         engine.arrays.scatter(block, boxes, data, is_padded=shard.is_padded, at=self.at)
@@ -227,20 +227,33 @@ class _Piece(NamedTuple):
             _edit(data, self.shards.edits, rank, low, sign=-1)
 
 
-def _ranges_of(pieces: Sequence[_Piece]) -> Iterable[tuple[int, int]]:
-    """The contiguous ranges of a file with pieces: offset and size."""
-    ranges = [piece.shards.ranges(piece.overlap) for piece in pieces]
-    return joined(chain.from_iterable(ranges)) if len(ranges) > 1 else ranges[0]
+def _joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Join each range, of an offset and a size, with the one before it if it begins where that one ends."""
+    start = size = 0
+    for offset, more in ranges:
+        if offset != start + size:
+            if size:
+                yield start, size
+            start, size = offset, 0
+        size += more
+    if size:
+        yield start, size
 
 
-def _slice_of(pieces: Iterable[_Piece]) -> slice | None:
-    """The slice of the block that equals pieces, one after the other; None if they are not contiguous there."""
+def _ranges_of(parts: Sequence[_Part]) -> Iterable[tuple[int, int]]:
+    """The contiguous ranges of a file with parts: offset and size."""
+    ranges = [part.shards.ranges(part.overlap) for part in parts]
+    return _joined(chain.from_iterable(ranges)) if len(ranges) > 1 else ranges[0]
+
+
+def _slice_of(parts: Iterable[_Part]) -> slice | None:
+    """The slice of the block that equals parts, one after the other; None if they are not contiguous there."""
     whole = None
-    for piece in pieces:
-        part = piece.in_block()
-        if part is None or (whole is not None and whole.stop != part.start):
+    for part in parts:
+        within = part.in_block()
+        if within is None or (whole is not None and whole.stop != within.start):
             return None
-        whole = part if whole is None else slice(whole.start, part.stop)
+        whole = within if whole is None else slice(whole.start, within.stop)
     return whole
 
 
@@ -276,39 +289,39 @@ class ShardWriter:
 
     def put(self, state: StripeState, spans: Sequence[Span], block: Bytes, scratch: Scratch) -> None:
         """Write the bytes of a block to every shard that holds some of them."""
-        pieces, at = dict[int, list[_Piece]](), 0  # of each rank in the order of the spans, in which it is hashed
+        parts, at = dict[int, list[_Part]](), 0  # of each rank in the order of the spans, in which it is hashed
         for span in spans:
             shards = self.tensors[span.tensor]
             for overlap in shards.geometry.overlaps(span.start, span.stop):
                 file = shards.files[overlap.rank]
-                pieces.setdefault(self._rank_of[file], []).append(_Piece(file, shards, overlap, at))
+                parts.setdefault(self._rank_of[file], []).append(_Part(file, shards, overlap, at))
             at += span.stop - span.start
-        groups = [*pieces.values()]
+        groups = [*parts.values()]
         while groups:
             group = groups.pop(self._next(groups))
             for _, of_file in groupby(group, attrgetter("file")):
                 self._write(state, [*of_file], block, scratch)
 
-    def _next(self, groups: Sequence[Sequence[_Piece]]) -> int:
+    def _next(self, groups: Sequence[Sequence[_Part]]) -> int:
         """The number of the first group whose next file is free; 0 if none is."""
         for number, (first, *_) in enumerate(groups):
             if not self._files.would_wait(first.file):
                 return number
         return 0
 
-    def _write(self, state: StripeState, pieces: Sequence[_Piece], block: Bytes, scratch: Scratch) -> None:
-        """Hash and write pieces of one rank that are written to one file."""
-        if (part := _slice_of(pieces)) is not None:
-            data = block[part]
+    def _write(self, state: StripeState, parts: Sequence[_Part], block: Bytes, scratch: Scratch) -> None:
+        """Hash and write parts of one rank that are written to one file."""
+        if (within := _slice_of(parts)) is not None:
+            data = block[within]
         else:
-            data, at = scratch.take("scatter", sum([piece.size for piece in pieces])), 0
-            for piece in pieces:
-                piece.copy_to(data[at : at + piece.size], block)
-                at += piece.size
-        first = pieces[0]
+            data, at = scratch.take("scatter", sum([part.size for part in parts])), 0
+            for part in parts:
+                part.copy_to(data[at : at + part.size], block)
+                at += part.size
+        first = parts[0]
         if self._with_checksums:
             state.update(self._rank_of[first.file], data)
-        self._files.write_ranges(first.file, data, _ranges_of(pieces))
+        self._files.write_ranges(first.file, data, _ranges_of(parts))
 
     def prefetch(self, stripe: Iterable[Span]) -> None:
         """Do nothing: nothing is read."""

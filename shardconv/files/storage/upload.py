@@ -356,7 +356,7 @@ class UploadFiles:
         return False
 
     def write_ranges(self, number: int, data: memoryview, ranges: Iterable[tuple[int, int]]) -> None:
-        """Write to ranges of file ``number``: the offset and size of each, as long as the data together."""
+        """Write to ranges of file ``number``: offset and size of each, as long as the data together."""
         for offset, size in ranges:
             self.uploads[number].write(data[:size], offset)
             data = data[size:]
