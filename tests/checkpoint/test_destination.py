@@ -207,17 +207,17 @@ def fail_once(name: str) -> Callable[[Path, Path], Path]:
 @pytest.mark.parametrize(
     ("owner", "name", "failed"),
     [
-        (os, "pwrite", failing(os.pwrite, 0)),
-        (os, "pwrite", failing(os.pwrite, 9)),
-        (Path, "rename", failing(Path.rename, 0)),
-        (Path, "rename", fail_once("result")),
-        (auxiliary, "create", failing(auxiliary.create, 0)),
+        (os, "pwrite", lambda: failing(os.pwrite, 0)),
+        (os, "pwrite", lambda: failing(os.pwrite, 2)),
+        (Path, "rename", lambda: failing(Path.rename, 0)),
+        (Path, "rename", lambda: fail_once("result")),
+        (auxiliary, "create", lambda: failing(auxiliary.create, 0)),
     ],
 )
 def test_overwrite_keeps_the_checkpoint_if_the_run_fails(job, target, monkeypatch, owner, name, failed):
     put_checkpoint(target)
     before = contents(target.parent)
-    monkeypatch.setattr(owner, name, failed)
+    monkeypatch.setattr(owner, name, failed())
     assert job.call(target, "--overwrite").code == 1
     assert contents(target.parent) == before
 
