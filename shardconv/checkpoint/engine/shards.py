@@ -218,11 +218,11 @@ class _Part(NamedTuple):
 
     def copy_to(self, data: Bytes, block: Bytes) -> None:
         """Copy it from the block to a buffer of its size."""
-        if (within := self.in_block()) is not None:
-            data[:] = block[within]
-            return
-        rank, shard, low, _, boxes, _ = self.overlap
-        engine.arrays.scatter(block, boxes, data, is_padded=shard.is_padded, at=self.at)
+        rank, shard, low, _, boxes, within = self.overlap
+        if within is None:
+            engine.arrays.scatter(block, boxes, data, is_padded=shard.is_padded, at=self.at)
+        else:
+            data[:] = block[self.at + within.start : self.at + within.stop]
         if self.shards.edits is not None and self.shards.is_edited:
             _edit(data, self.shards.edits, rank, low, sign=-1)
 
