@@ -187,7 +187,7 @@ def bounds(place: Place) -> Iterator[Row]:
     A split of an adapter (section adapters) reads a part of what it writes, as the loop of the fifth row does. A
     verified load (loading_and_running) maps and hashes its files. A merge, and a split to one file (megatron_files),
     hash what they copy, with two threads, of which one writes at a time. Of a checkpoint of GPTQ (quantized), 7 of 10
-    bytes are of matrices whose columns are sharded; of one of bf16, and of that of the usual script (usual_script), 3.
+    bytes are of matrices whose columns are sharded; of one of bf16, such as the source of usual_script, 3 of 10.
     """
     with llama(place) as source:
         copied, size = source.parent / "cp.out", source.stat().st_size
