@@ -133,7 +133,7 @@ def compare_cold(forms: dict[str, Path], work: Path, rounds: int) -> dict[tuple[
                     for folder in {*forms.values()}:
                         for path in folder.iterdir():
                             read_file(path)
-                        drop(folder)
+                        drop(folder.iterdir())
                 reports = run_ranks(kind, forms[kind], work)
                 worst = {name: max(rank[name] for rank in reports) for name in names}
                 stored = [rank["storage"] for rank in reports]

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,21 +38,13 @@ def workers(folder: str | Path, load_format: str | Path, *options: str | Path) -
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
-def drop(folder: Path) -> None:
-    """Drop the files of a folder from the page cache, after they are written to disk."""
+def drop(paths: Iterable[Path]) -> None:
+    """Drop files from the page cache, after they are written to disk."""
     os.sync()
-    for path in folder.iterdir():
+    for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
-
-
-def read(folder: Path) -> None:
-    """Read the files of a folder from beginning to end, as a copy of them does."""
-    for path in folder.iterdir():
-        with path.open("rb", buffering=0) as file:
-            while file.read(2**20):
-                pass
 
 
 Form = tuple[str | Path, ...]
@@ -76,25 +68,16 @@ def prepare(work: Path, write: Any) -> dict[str, Form]:  # noqa: ANN401 - a func
     }
 
 
-def _load(form: Form, *, is_warm: bool) -> list[dict[str, Any]]:
-    """The reports of workers, with the files of a form in the page cache or not."""
-    for folder in (one for one in form if isinstance(one, Path)):
-        drop(folder)
-        if is_warm:
-            read(folder)
-    return workers(*form)
-
-
 def measure(forms: dict[str, Form], rounds: int) -> Iterator[tuple[str, dict[str, float]]]:
     """Yield the figures of each form: medians of the slower worker over rounds, in which the forms alternate.
 
     Linux caches in small or large units, depending on what reads, and small ones take longer to map: cold loads of each
-    form leave other units. So the cache is warm from a read of the files from beginning to end.
+    form leave other units. So the cache is warm from a read of the files from beginning to end, before each load.
     """
     found: dict[str, list[dict[str, float]]] = {name: [] for name in forms}
     for number in range(rounds):
         for name in sorted(forms, reverse=bool(number % 2)):
-            cold, warm = (_load(forms[name], is_warm=is_warm) for is_warm in (False, True))
+            cold, warm = workers(*forms[name], "--cold"), workers(*forms[name])
             worst = {key: max(one[key] for one in warm) for key in warm[0]}
             found[name].append({
                 **worst,

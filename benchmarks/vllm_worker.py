@@ -1,19 +1,23 @@
 """One worker of the benchmark of loading into vLLM; :mod:`benchmarks.vllm_loading` starts it, in vLLM's environment.
 
-``python -m benchmarks.vllm_worker FOLDER LOAD_FORMAT TP RANK MEETING [--save FOLDER] [--extra JSON] [--hash SPLIT]``:
-the model is constructed first; then all workers of a run load at the same time. Prints one JSON object.
+``python -m benchmarks.vllm_worker FOLDER LOAD_FORMAT TP RANK MEETING [--cold] [--save FOLDER] [--extra JSON]
+[--hash SPLIT]``: the model is constructed first; then all workers of a run load at the same time. Prints one JSON
+object.
 """
 
 import argparse
 import json
+import mmap
 import os
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
 from xxhash import xxh3_128
 
+from benchmarks.vllm_loading import drop
 from shardconv.engines.check import construct, one_rank
 
 
@@ -50,11 +54,31 @@ class Peak:
         self._thread.join()
 
 
-def meet(folder: Path, rank: int, tp: int) -> None:
+def meet(folder: Path, reason: str, rank: int, tp: int) -> None:
     """Wait for all workers of a run."""
-    (folder / f"ready-{rank}").touch()
-    while len(list(folder.glob("ready-*"))) < tp:
-        time.sleep(0.01)
+    (folder / f"{reason}-{rank}").touch()
+    while len(list(folder.glob(f"{reason}-*"))) < tp:
+        time.sleep(0.001)
+
+
+def prepare(folders: Iterable[Path], *, is_cold: bool) -> None:
+    """Read the files of folders from beginning to end, and drop them from the page cache again if it is to be cold.
+
+    So all forms are loaded from files that the host of a virtual machine has read lately, into memory that it did not
+    take back: it does so with memory that is free for seconds, as while a worker starts, and returning it takes longer
+    than a load.
+    """
+    paths = [path for folder in folders for path in folder.iterdir()]
+    drop(paths)
+    with mmap.mmap(-1, sum(path.stat().st_size for path in paths)) as memory:
+        for start in range(0, len(memory), mmap.PAGESIZE):
+            memory[start] = 1
+        for path in paths:
+            with path.open("rb", buffering=0) as file:
+                while file.read(2**20):
+                    pass
+    if is_cold:
+        drop(paths)
 
 
 def read_and_hash(folder: Path, rank: int) -> None:
@@ -72,6 +96,7 @@ def main() -> None:
     parser.add_argument("tp", type=int)
     parser.add_argument("rank", type=int)
     parser.add_argument("meeting", type=Path)
+    parser.add_argument("--cold", action="store_true")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--extra", type=json.loads, default={})
     parser.add_argument("--hash", type=Path)
@@ -88,7 +113,10 @@ def main() -> None:
         loader = get_model_loader(LoadConfig(
             load_format=given.load_format, use_tqdm_on_load=False, model_loader_extra_config=given.extra
         ))  # fmt: skip
-        meet(given.meeting, given.rank, given.tp)
+        meet(given.meeting, "constructed", given.rank, given.tp)
+        if given.rank == 0:
+            prepare({given.folder, given.hash} - {None}, is_cold=given.cold)
+        meet(given.meeting, "prepared", given.rank, given.tp)
         storage = read_bytes()
         with Peak() as peak:
             began = time.perf_counter()

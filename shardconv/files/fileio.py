@@ -1,10 +1,8 @@
 """Positioned reads and writes, without short ones, on every POSIX system; and new files that threads write so."""
 
-import errno
 import mmap
 import os
 import resource
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -20,8 +18,6 @@ Bytes = memoryview
 #: Maximum bytes of one write. For larger writes a file system may allocate huge pages of 2 MiB, which a virtual machine
 #: may have returned to its host: there, writes of 2 MiB take twice as long.
 _WRITE_BYTES = 256 * 2**10
-#: Linux's MADV_POPULATE_READ, from 5.14 on.
-_POPULATE_READ = 22
 #: Options of mallopt(3) in the GNU C library, with values: M_ARENA_MAX, one arena for all threads; M_TRIM_THRESHOLD,
 #: keep all freed memory, and M_MMAP_THRESHOLD, use it for allocations of up to 32 MiB (the option's maximum).
 _MALLOC_OPTIONS = ((-8, 1), (-1, 2**31 - 1), (-3, 32 * 2**20))
@@ -96,23 +92,6 @@ def _is_cached(descriptor: int, offset: int, size: int) -> bool:
         return all(os.preadv(descriptor, [bytearray(1)], one, os.RWF_NOWAIT) for one in at)
     except OSError:  # one of them is not, or the file system does not support the flag
         return False
-
-
-def populate(view: Bytes) -> bool:
-    """Read the bytes of a mapping into memory, without the interpreter lock; False if some of them cannot be read.
-
-    An access to bytes that cannot be read, because the file was truncated or its storage fails, ends the process.
-    Systems without this call return True.
-    """
-    if sys.platform != "linux" or not len(view):
-        return True
-    import ctypes  # noqa: PLC0415 - only loading needs it
-
-    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-    start = address // mmap.PAGESIZE * mmap.PAGESIZE
-    size = ctypes.c_size_t(address + len(view) - start)
-    failed = ctypes.CDLL(None, use_errno=True).madvise(ctypes.c_void_p(start), size, _POPULATE_READ) != 0
-    return not (failed and ctypes.get_errno() == errno.EFAULT)
 
 
 def reuse_freed_memory() -> None:

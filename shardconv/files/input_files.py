@@ -241,7 +241,7 @@ class InputFiles:
         Raises:
             SourceError: if a file cannot be read.
         """
-        self.prefetch((number, 0, file.size) for number, file in enumerate(self._files))
+        self.prefetch((number, 0, self._files[number].size) for number in self._remote)
         return [self.map(number) or self._fetch(number) for number in range(len(self._files))]
 
     def _fetch(self, number: int) -> Bytes:

@@ -24,12 +24,14 @@ from shardconv.checkpoint.engine.copy import (
     split_span,
 )
 from shardconv.checkpoint.engine.geometry import Box, Overlap
-from shardconv.files.fileio import Bytes, OutputFiles, populate
+from shardconv.files.fileio import Bytes, OutputFiles
 from shardconv.files.input_files import InputFiles
 from shardconv.support.errors import IntegrityError
 
 #: Maximum bytes that a :class:`Comparer` compares at once.
 _COMPARED_BYTES = 512 * 2**10
+#: Maximum bytes that :meth:`ShardReader.check` reads at once: few enough that they are hashed in the processor's cache.
+_CHECKED_BYTES = 256 * 2**10
 
 
 def _edit(data: Bytes, edits: Edits, rank: int, offset: int, *, sign: int) -> None:
@@ -106,25 +108,23 @@ class ShardReader:
             state.problem = state.problem or engine.arrays.unexpected(block, shards.edits, span.start)
         return block
 
-    def check(self, number: int, stripe: Stripe, views: Sequence[Bytes]) -> None:
-        """Check a stripe against its checksum where its bytes are in memory, without gathering full tensors.
+    def check(self, number: int, stripe: Stripe) -> None:
+        """Check a stripe against its checksum, without gathering full tensors.
 
         Args:
             number: of the stripe.
             stripe: its spans.
-            views: for each file its bytes.
 
         Raises:
             IntegrityError: if the checksum differs.
             SourceError: if a file was truncated, or cannot be read.
         """
-        state = StripeState(number)
+        state, block = StripeState(number), memoryview(bytearray(_CHECKED_BYTES))
         for span in stripe:
             for file, offset, size in self.tensors[span.tensor].stored(span.start, span.stop):
-                data = views[file][offset : offset + size]
-                if not populate(data):
-                    self._files.read(file, memoryview(bytearray(size)), offset)  # raises the reason
-                state.update(self._rank_of[file], data)
+                for start in range(offset, offset + size, _CHECKED_BYTES):
+                    count = min(_CHECKED_BYTES, offset + size - start)
+                    self._read(state, file, block[:count], [(start, count)], may_view=True)
         self.finish(state, stripe)
 
     def _read(

@@ -128,17 +128,16 @@ class RankReader(ABC):
 class _StripeChecks:
     """Checks of the stripes of a rank by several threads, in the order of the file, ahead of the reader of its shards.
 
-    The threads check the mapped bytes, so that the pages are read from storage once, and are in memory for the reader.
-    A thread that waits for a check takes part. The others do not keep the process from exiting.
+    The threads read in blocks, for which Linux reads ahead and caches in large units, so that the reader maps what is
+    in memory. A thread that waits for a check takes part. The others do not keep the process from exiting.
 
     Args:
         reader: of the shards, with their checksums.
         stripes: of the full tensors, with the ranges that the rank holds.
-        views: for each file its bytes.
     """
 
-    def __init__(self, reader: ShardReader, stripes: Sequence[Stripe], views: Sequence[Bytes]) -> None:
-        self._reader, self._stripes, self._views = reader, stripes, views
+    def __init__(self, reader: ShardReader, stripes: Sequence[Stripe]) -> None:
+        self._reader, self._stripes = reader, stripes
         self._of_tensor: dict[int, set[int]] = {}
         for number, stripe in enumerate(stripes):
             for span in stripe:
@@ -162,7 +161,7 @@ class _StripeChecks:
         if (number := self._next()) is None:
             return False
         try:
-            self._reader.check(number, self._stripes[number], self._views)
+            self._reader.check(number, self._stripes[number])
         except BaseException as error:  # noqa: BLE001 - `wait` raises it
             self.stop(error)
             return False
@@ -233,7 +232,7 @@ class RankFileReader(RankReader):
             stripes = held_stripes(own.stripes, reader.tensors)
             numbers = {self._number[name] for name in self.tensors}
             checked = [stripe if any(span.tensor in numbers for span in stripe) else () for stripe in stripes]
-            self._checks = _StripeChecks(reader, checked, self._views)
+            self._checks = _StripeChecks(reader, checked)
             self._closing.callback(self._checks.stop)
             self._checks.start()
 
