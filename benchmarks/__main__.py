@@ -696,9 +696,9 @@ def loading_a_source(place: Place) -> Iterator[Row]:
     """`shardconv.load(SRC, tp=2)`, compared with a split checkpoint and with transformers' tensor parallelism.
 
     Two ranks with gloo, one thread each; bf16. Times are those to the end of a first pass of 8 tokens, which reads
-    values that are mapped; a second load is one of the same process. Memory is warm: before a load with a cold page
-    cache, all files are read and dropped from it. Bytes are of the checkpoint per rank: read, or in the rank's memory;
-    and read from storage. Ratios are to transformers.
+    values that are mapped; a second load is one of the same process. Memory is warm: directly before a load, the files
+    are read, and dropped from the page cache if it is to be cold. Bytes are of the checkpoint per rank: read, or in the
+    rank's memory; and read from storage. Ratios are to transformers.
     """
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
     try:
@@ -755,8 +755,8 @@ def remote(place: Place) -> Iterator[Row]:
 def vllm_loading(place: Place) -> Iterator[Row]:
     """Loading a model into two vLLM workers, compared with vLLM's default loader; figures of the slower worker.
 
-    Ratios are of seconds in ``load_weights`` with a warm page cache, after a read of the files from beginning to end.
-    Bytes are those read from storage with a cold one.
+    Ratios are of seconds in ``load_weights`` with a warm page cache. Memory is warm: directly before a load, the files
+    are read, and dropped from the page cache if it is to be cold. Bytes are those read from storage with a cold one.
     Memory is additional private memory, as a multiple of the size of the rank's model. The row with a hash loads,
     then reads and hashes the rank's file: the cost of a check that is apart from loading.
     """

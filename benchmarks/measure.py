@@ -1,11 +1,12 @@
 """Measure processes: wall time from start to exit, and peak memory; alone or in pairs."""
 
+import mmap
 import os
 import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -71,6 +72,35 @@ def _use_memory(path: Path, num_bytes: int) -> None:
         for _ in range(-(-num_bytes // len(block))):
             file.write(block)
     path.unlink()
+
+
+def prepare_files(folders: Iterable[Path], *, is_cold: bool) -> None:
+    """Read the files of folders from beginning to end, and drop them from the page cache again if it is to be cold.
+
+    Also uses and frees as much other memory. The host of a virtual machine takes back memory that is free for some
+    seconds, as while a process imports torch, and giving it out again takes longer than a load: call this directly
+    before one.
+    """
+    paths = [path for folder in folders for path in folder.iterdir()]
+    _drop(paths)
+    with mmap.mmap(-1, sum(path.stat().st_size for path in paths)) as memory:
+        for start in range(0, len(memory), mmap.PAGESIZE):
+            memory[start] = 1
+        for path in paths:
+            with path.open("rb", buffering=0) as file:
+                while file.read(2**20):
+                    pass
+    if is_cold:
+        _drop(paths)
+
+
+def _drop(paths: Iterable[Path]) -> None:
+    """Drop files from the page cache, after they are written to disk."""
+    os.sync()
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.vllm_loading import drop
-
 #: A llama-shaped model of about 1 GB in bf16.
 CONFIG = {
     "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8,
@@ -38,14 +36,16 @@ def write_model(folder: Path) -> None:
     subprocess.run([sys.executable, "-c", WRITE, str(folder), json.dumps(CONFIG)], check=True, capture_output=True)
 
 
-def run_ranks(kind: str, path: Path, work: Path, module: str = "benchmarks.runner") -> list[dict[str, Any]]:
-    """The reports of all ranks of one run; ``load`` of the module lists the kinds."""
+def run_ranks(
+    kind: str, path: Path, work: Path, *options: str, module: str = "benchmarks.runner"
+) -> list[dict[str, Any]]:
+    """The reports of all ranks of one run; ``load`` of the module lists the kinds, and ``main`` its options."""
     rendezvous = work / "rendezvous"
     rendezvous.unlink(missing_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(RANKS)}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", module, kind, str(path), str(rank), str(RANKS), str(rendezvous)],
+            [sys.executable, "-m", module, kind, str(path), str(rank), str(RANKS), str(rendezvous), *options],
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
@@ -112,9 +112,6 @@ def compare(
 def compare_cold(forms: dict[str, Path], work: Path, rounds: int) -> dict[tuple[str, bool], dict[str, float]]:
     """Measure loading and the first pass with cold and warm page cache, the kinds in alternating order.
 
-    Before a load with a cold page cache, all files are read and dropped from it: on a virtual machine, memory that
-    comes from the host takes longer than storage.
-
     Args:
         forms: kind to the folder that it loads.
         work: folder for the rendezvous.
@@ -129,12 +126,7 @@ def compare_cold(forms: dict[str, Path], work: Path, rounds: int) -> dict[tuple[
     for number in range(rounds):
         for kind in sorted(forms, reverse=bool(number % 2)):
             for is_cold in (True, False):
-                if is_cold:
-                    for folder in {*forms.values()}:
-                        for path in folder.iterdir():
-                            read_file(path)
-                        drop(folder.iterdir())
-                reports = run_ranks(kind, forms[kind], work)
+                reports = run_ranks(kind, forms[kind], work, "cold" if is_cold else "warm")
                 worst = {name: max(rank[name] for rank in reports) for name in names}
                 stored = [rank["storage"] for rank in reports]
                 runs.setdefault((kind, is_cold), []).append({**worst, "storage": max(stored), "all": sum(stored)})

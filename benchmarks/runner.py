@@ -17,6 +17,7 @@ from transformers.models.llama import modeling_llama  # noqa: F401 - imported be
 
 import shardconv
 import shardconv.runtime
+from benchmarks.measure import prepare_files
 from benchmarks.run import FIRST, PROMPT, TOKENS, read_file
 
 
@@ -104,12 +105,17 @@ def seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def main(kind: str, path: str, rank: int, ranks: int, rendezvous: str) -> None:
-    """Load the model, read a prompt and continue it; print the duration of each."""
+def main(kind: str, path: str, rank: int, ranks: int, rendezvous: str, cache: str = "") -> None:
+    """Load the model, read a prompt and continue it; print the duration of each.
+
+    Before the load, the page cache is made ``cold`` or ``warm``, or stays as it is.
+    """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+    if cache and rank == 0:
+        prepare_files([Path(path)], is_cold=cache == "cold")
     dist.barrier()
     memory, read, storage = own_bytes(), read_bytes(), storage_bytes()
     with Watch(path) as watch:
@@ -163,5 +169,5 @@ class Clock:
 
 
 if __name__ == "__main__":
-    kind, path, rank, ranks, rendezvous = sys.argv[1:]
-    main(kind, path, int(rank), int(ranks), rendezvous)
+    kind, path, rank, ranks, rendezvous, *cache = sys.argv[1:]
+    main(kind, path, int(rank), int(ranks), rendezvous, *cache)

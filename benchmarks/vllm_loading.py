@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,15 +36,6 @@ def workers(folder: str | Path, load_format: str | Path, *options: str | Path) -
     if any(process.returncode for process in processes):
         raise RuntimeError(f"a worker failed: {load_format} of {folder}")
     return [json.loads(output.splitlines()[-1]) for output in outputs]
-
-
-def drop(paths: Iterable[Path]) -> None:
-    """Drop files from the page cache, after they are written to disk."""
-    os.sync()
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
 
 
 Form = tuple[str | Path, ...]

@@ -7,17 +7,15 @@ object.
 
 import argparse
 import json
-import mmap
 import os
 import threading
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
 from xxhash import xxh3_128
 
-from benchmarks.vllm_loading import drop
+from benchmarks.measure import prepare_files
 from shardconv.engines.check import construct, one_rank
 
 
@@ -61,26 +59,6 @@ def meet(folder: Path, reason: str, rank: int, tp: int) -> None:
         time.sleep(0.001)
 
 
-def prepare(folders: Iterable[Path], *, is_cold: bool) -> None:
-    """Read the files of folders from beginning to end, and drop them from the page cache again if it is to be cold.
-
-    So all forms are loaded from files that the host of a virtual machine has read lately, into memory that it did not
-    take back: it does so with memory that is free for seconds, as while a worker starts, and returning it takes longer
-    than a load.
-    """
-    paths = [path for folder in folders for path in folder.iterdir()]
-    drop(paths)
-    with mmap.mmap(-1, sum(path.stat().st_size for path in paths)) as memory:
-        for start in range(0, len(memory), mmap.PAGESIZE):
-            memory[start] = 1
-        for path in paths:
-            with path.open("rb", buffering=0) as file:
-                while file.read(2**20):
-                    pass
-    if is_cold:
-        drop(paths)
-
-
 def read_and_hash(folder: Path, rank: int) -> None:
     """Read and hash the file of a rank in a split checkpoint, in blocks, and do nothing else."""
     running, block = xxh3_128(), memoryview(bytearray(256 * 2**10))
@@ -115,7 +93,7 @@ def main() -> None:
         ))  # fmt: skip
         meet(given.meeting, "constructed", given.rank, given.tp)
         if given.rank == 0:
-            prepare({given.folder, given.hash} - {None}, is_cold=given.cold)
+            prepare_files({given.folder, given.hash} - {None}, is_cold=given.cold)
         meet(given.meeting, "prepared", given.rank, given.tp)
         storage = read_bytes()
         with Peak() as peak:

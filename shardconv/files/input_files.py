@@ -221,6 +221,8 @@ class InputFiles:
         Raises:
             SourceError: if the file cannot be read.
         """
+        if isinstance(file := self._files[number], MemoryFile):
+            return file.data[offset : offset + size]
         if self._ahead is not None and number in self._remote:
             return self._ahead.view(self._remote[number], offset, size)
         return None
