@@ -79,6 +79,13 @@ def will_need(descriptor: int, offset: int, size: int) -> None:
             fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
 
 
+def will_read_in_order(descriptor: int) -> None:
+    """Ask the operating system, if it supports that, to read farther ahead where pages of a file are used in order."""
+    if fadvise is not None:
+        with suppress(OSError):
+            fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+
 def _is_cached(descriptor: int, offset: int, size: int) -> bool:
     """Whether a byte range is probably in memory, as its middle and the pages beside its first and last one are.
 

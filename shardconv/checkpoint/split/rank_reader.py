@@ -92,7 +92,7 @@ class RankReader(ABC):
         """
 
     def map_full(self, name: str) -> Bytes | None:  # noqa: ARG002 - readers of sources use it
-        """Map the full tensor, without a copy; the rank's shard is read ahead, and counted in ``num_bytes_read``.
+        """Map the full tensor, without a copy; the rank's shard is counted in ``num_bytes_read``.
 
         Returns:
             A view; None for a rank file, or if the tensor is empty, computed, misaligned, in several files, compared
@@ -303,7 +303,7 @@ class RankSourceReader(RankReader):
         mapped = self._mapped(full)
         if mapped is None or _is_misaligned(full, spec):
             return None
-        self._read_ahead(full, shard)
+        self._count(full, shard)
         return mapped
 
     def _find(self, name: str) -> tuple[TensorSpec, Shards, ShardRows]:
@@ -320,7 +320,7 @@ class RankSourceReader(RankReader):
         if not size:
             return memoryview(bytearray())
         if (mapped := self._mapped(full)) is not None:
-            self._read_ahead(full, shard)
+            self._count(full, shard)
             return _take_shard(mapped, shard, is_copied=_is_misaligned(full, spec))
         if full.edits is not None:
             whole = memoryview(bytearray(size))
@@ -339,7 +339,7 @@ class RankSourceReader(RankReader):
         return data
 
     def _mapped(self, full: Shards) -> Bytes | None:
-        """As :meth:`map_full`, but also of misaligned tensors, and without reading ahead."""
+        """As :meth:`map_full`, but also of misaligned tensors, and not counted."""
         size = full.geometry.num_bytes
         if not size or len(full.files) != 1 or full.edits is not None or full.geometry != unsharded(size):
             return None
@@ -352,13 +352,9 @@ class RankSourceReader(RankReader):
             self._mappings[file] = self._files.map(file)
         return self._mappings[file]
 
-    def _read_ahead(self, full: Shards, shard: ShardRows) -> None:
-        """Ask the operating system to read ahead the range of a mapped file with the shard, and count its bytes."""
+    def _count(self, full: Shards, shard: ShardRows) -> None:
+        """Count the bytes of a mapped shard."""
         self.num_bytes_read += sum(run.size for run in shard.runs) * (full.geometry.num_bytes // shard.full_width)
-        if boxes := shard.boxes(0, full.geometry.num_bytes):
-            first = min(box.full + box.offset for box in boxes)
-            last = max(box.full + box.offset + (box.rows - 1) * box.full_width + box.size for box in boxes)
-            self._files.prefetch([(full.files[0], full.offsets[0] + first, last - first)])
 
     def _fill(self, name: str, buffer: Bytes, start: int) -> None:
         """Fill a buffer with the bytes of a full tensor from ``start`` on."""
