@@ -125,8 +125,8 @@ with ThreadPoolExecutor(2) as pool:
 
 
 #: Splits a file into eight, or merges eight parts of it into one, by two threads that read, hash and write blocks of
-#: 2 MiB, and do nothing else. Of ten blocks some consist of columns of 2 KiB; each other is of one file. The threads
-#: begin half the source apart, so that they rarely wait for each other's file.
+#: 2 MiB, and do nothing else. Of ten blocks some consist of columns of 2 KiB, and are written first; each other is of
+#: one file. The threads begin half the source apart, so that they rarely wait for each other's file.
 _COLUMNS = """
 import mmap, os, sys, threading, xxhash
 from concurrent.futures import ThreadPoolExecutor
@@ -135,11 +135,16 @@ block, part, stripe = 2**21, 2**18, 2**25
 read = os.open(source, os.O_RDONLY)
 size = os.fstat(read).st_size // (16 * block) * 16 * block
 write = [os.open(target, os.O_CREAT | os.O_WRONLY) for target in targets]
-half = size // 2
+half, share = size // 2, int(share)
 ranges = iter([(at + start, at + min(start + stripe, half)) for start in range(0, half, stripe) for at in (0, half)])
 starting, writing = threading.Lock(), [threading.Lock() for _ in write]
+def before(offset):
+    tens, rest = divmod(offset // block, 10)
+    return (tens * share + min(rest, share)) * block
+of_columns = before(size) // len(write)
+of_file = -(-(size - before(size)) // block // len(write)) * block
 for target in write:
-    os.truncate(target, size // len(write))
+    os.truncate(target, of_columns + of_file)
 def put(number, data, offset):
     for at in range(0, len(data), part):
         with writing[number]:
@@ -149,13 +154,13 @@ def scatter(buffer, column, columns, hashed, offset):
     for number in range(8):
         columns[0][...] = columns[1][:, number]
         hashed[number].update(column)
-        put(number, column, offset // 8)
+        put(number, column, before(offset) // 8)
 def gather(buffer, column, columns, hashed, offset):
     for number in range(8):
         os.preadv(read, [column], (number * size + offset) // 8)
         hashed[number].update(column)
         columns[1][:, number] = columns[0]
-    put(0, buffer, offset)
+    put(0, buffer, before(offset))
 def copy():
     buffer, column = memoryview(mmap.mmap(-1, block)), memoryview(mmap.mmap(-1, part))
     columns = None
@@ -165,7 +170,7 @@ def copy():
                 return
         hashed = [xxhash.xxh3_128() for _ in range(8)]
         for offset in range(*bounds, block):
-            if offset // block % 10 < int(share):
+            if offset // block % 10 < share:
                 if columns is None:
                     import numpy as np
                     columns = np.ndarray((128, 2**11), "u1", column), np.ndarray((128, 8, 2**11), "u1", buffer)
@@ -173,8 +178,8 @@ def copy():
                 continue
             os.preadv(read, [buffer], offset)
             hashed[0].update(buffer)
-            number = offset * len(write) // size
-            put(number, buffer, offset - number * size // len(write))
+            number, at = divmod(offset - before(offset), of_file)
+            put(number, buffer, of_columns + at)
 with ThreadPoolExecutor(2) as pool:
     for each in [pool.submit(copy) for _ in range(2)]:
         each.result()
