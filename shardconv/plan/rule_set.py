@@ -163,7 +163,7 @@ class ModelRules(Data, frozen=True, eq=False):
         return lcm(self.pad, tp)
 
     def regex(self, pattern: str) -> str:
-        """The regular expression of full names for a pattern of the family."""
+        """The regular expression of full names for a pattern of the family, or for its first components."""
         start = name_regex(self.at) + r"\." if self.at else ""
         return start + name_regex(pattern, self.family.prefix)
 

@@ -134,8 +134,8 @@ class _Grouping:
 def matcher_of(rules: RuleSet) -> tuple[list[tuple[Rule, ModelRules]], Matcher]:
     """Pairs of an applicable rule and the rules of its model, and the matcher that returns a tensor's index in them."""
     ruled = [(rule, model_rules) for model_rules in rules.models for rule in model_rules.rules()]
-    patterns = [(f"{model_rules.at}.{rule.pattern}", model_rules.regex(rule.pattern)) for rule, model_rules in ruled]
-    return ruled, Matcher(patterns)
+    key = layer_key(f"{model_rules.at}.{rule.pattern}" for rule, model_rules in ruled)
+    return ruled, Matcher([(rule.pattern, model_rules.regex) for rule, model_rules in ruled], key)
 
 
 def _check_expert(group: TensorGroup) -> None:

@@ -63,7 +63,7 @@ def _attention(model: PretrainedModel) -> tuple[dict[str, UnitRule], dict[str, R
             units[names[unit]] = of_module
         rules |= {child: rule.mounted({}, names) for child, rule in found.rules.items()}
         if found.overrides.attributes:
-            overrides[_pattern(name)] = replace(found.overrides.mounted({}, names), pattern=_pattern(name))
+            overrides[_pattern(name)] = found.overrides.mounted({}, names, pattern=_pattern(name))
     return units, rules, overrides
 
 

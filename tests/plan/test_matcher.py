@@ -41,7 +41,7 @@ def test_the_first_pattern_that_matches_the_tensor_or_its_module_is_found(patter
     module, _, leaf = name.rpartition(".")
     texts = [name, module] if leaf in ("weight", "bias") else [name]
     expected = [index for index, one in enumerate(patterns) if any(matches(one, text) for text in texts)]
-    found = Matcher([(pattern, name_regex(pattern)) for pattern in patterns]).match(name)
+    found = Matcher.of_patterns(patterns).match(name)
     assert (found and found.pattern_index) == (expected[0] if expected else None)
     assert found is None or found.leaf == ("bias" if name.endswith("bias") else "weight")
 

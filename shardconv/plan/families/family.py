@@ -94,7 +94,7 @@ class Family(Data, frozen=True):
         name: name of the family, or of the block's file without its ending.
         model_types: the values of config.json's ``model_type`` that it serves.
         prefix: a prefix of patterns that names may lack, as in checkpoints of a base model; followed by prefixes that
-            names may have instead.
+            names may have instead. Each ends with a dot.
         inherits: the family whose rules are tried after its own; "" for none.
         config: defaults of config fields: expressions, true or false.
         units: name to unit.
@@ -113,7 +113,7 @@ class Family(Data, frozen=True):
     name: str
     model_types: tuple[str, ...] = ()
     inherits: str = ""
-    prefix: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
+    prefix: tuple[Annotated[str, Meta(pattern=r"\.$")], ...] = ()
     config: Mapping[str, str | int | bool] = {}
     units: Mapping[str, UnitRule] = {}
     rules: tuple[Rule, ...] = ()
@@ -309,11 +309,8 @@ class _Expansion(Struct):
             of_user = {"by_user": True, "optional": True, "mount": self.mount}
 
         def mounted(rule: R, **changes: object) -> R:
-            when = _conditions(rule.when, fields)
-            pattern = _join(path, rule.pattern)
-            return replace(
-                rule.mounted(fields, units), pattern=pattern, origin=origin, block=block_id, when=when, **changes
-            )
+            when, pattern = _conditions(rule.when, fields), _join(path, rule.pattern)
+            return rule.mounted(fields, units, pattern=pattern, origin=origin, block=block_id, when=when, **changes)
 
         self.rules += (mounted(rule, **of_user) for rule in block.rules)
         self.modules += map(mounted, block.modules)

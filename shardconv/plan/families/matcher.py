@@ -4,7 +4,7 @@ In a pattern, ``*`` is any text without a dot, ``{a,b}`` is a or b, and ``**.`` 
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache, partial
 from typing import NamedTuple, Self
 
@@ -14,7 +14,7 @@ from shardconv.plan.families.rule import CHOICE
 _LEAVES = ("weight", "bias")
 
 #: The end of a pattern whose last component is a text, or a choice of texts.
-_END = re.compile(r"(?:.*\.)?(?:(?P<text>[^{}*.]+)|\{(?P<choices>[^{}*]*)\})")
+_END = re.compile(r"(?P<start>.*\.)?(?:(?P<text>[^{}*.]+)|\{(?P<choices>[^{}*]*)\})")
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 _NUMBER_IN_PATTERN = re.compile(r"(?:^|[.{,])[\d*]*\d[\d*]*(?:$|[.},])")
 
@@ -34,26 +34,28 @@ class PatternMatch(NamedTuple):
 class Matcher:
     """Finds the first of several patterns that matches the name of a tensor.
 
-    Only patterns whose last component can match the name's are tried, and a pattern is compiled when it is tried
-    first: most patterns of a family are never tried for one model.
+    Only patterns whose last component can match the name's are tried, and what remains of a pattern is compiled when it
+    is tried first: many patterns of a family differ in their last component only, and most are never tried for a model.
 
     Args:
-        patterns: each pattern and its regular expression from :func:`name_regex`.
+        patterns: each pattern, and the function that returns its regular expression or that of its beginning.
+        key: a function of :func:`layer_key` for the patterns.
     """
 
-    def __init__(self, patterns: Sequence[tuple[str, str]]) -> None:
-        self._regexes = [regex for _, regex in patterns]
-        self._key = layer_key([pattern for pattern, _ in patterns])
+    def __init__(self, patterns: Iterable[tuple[str, Callable[[str], str]]], key: Callable[[str], str]) -> None:
+        self._patterns, self._key = [*patterns], key
         self._by_last: dict[str | None, list[int]] = {}
-        for index, (pattern, _) in enumerate(patterns):
+        for index, (pattern, _) in enumerate(self._patterns):
             for last in _last_components(pattern):
                 self._by_last.setdefault(last, []).append(index)
         self._cached_find = lru_cache(maxsize=None)(self._find)
+        self._cached_regex = lru_cache(maxsize=None)(self._regex)
 
     @classmethod
     def of_patterns(cls, patterns: Iterable[str]) -> Self:
         """The matcher of patterns without optional prefixes."""
-        return cls([(pattern, name_regex(pattern)) for pattern in patterns])
+        patterns = [*patterns]
+        return cls([(pattern, name_regex) for pattern in patterns], layer_key(patterns))
 
     def match(self, name: str) -> PatternMatch | None:
         """The first pattern that matches a tensor; None if there is none."""
@@ -62,11 +64,18 @@ class Matcher:
     def _find(self, name: str) -> PatternMatch | None:
         module, _, leaf = name.rpartition(".")
         texts = [name, module] if leaf in _LEAVES else [name]
-        lasts = {None, *(text.rpartition(".")[2] for text in texts)}
-        for index in sorted({index for last in lasts for index in self._by_last.get(last, ())}):
-            if any(_compiled(self._regexes[index]).fullmatch(text) for text in texts):
+        lasts = [(text, last) for text in texts for last in (text.rpartition(".")[2], None)]
+        for index, text in sorted({(index, text) for text, last in lasts for index in self._by_last.get(last, ())}):
+            regex, is_whole = self._cached_regex(index)
+            if regex.fullmatch(text if is_whole else text[: text.rfind(".") + 1]):
                 return PatternMatch(index, "bias" if name.endswith("bias") else "weight")
         return None
+
+    def _regex(self, index: int) -> tuple[re.Pattern[str], bool]:
+        """The regular expression of a pattern, and whether it is of the whole pattern or without the last component."""
+        pattern, regex_of = self._patterns[index]
+        start = _before_last(pattern)
+        return _compiled(regex_of(pattern if start is None else start)), start is None
 
 
 #: Return a name with 0 instead of each number between dots, such as the numbers of layers and experts.
@@ -112,6 +121,14 @@ def _last_components(pattern: str) -> set[str | None]:
         return {None}
     choices = end["choices"]
     return {end["text"]} if choices is None else {choice.rpartition(".")[2] for choice in choices.split(",")}
+
+
+def _before_last(pattern: str) -> str | None:
+    """A pattern without its last component if that is a text or a choice of texts without dots; else None."""
+    end = _END.fullmatch(pattern)
+    if end is None or "." in (end["choices"] or ""):
+        return None
+    return end["start"] or ""
 
 
 def pattern_for(name: str) -> str:
