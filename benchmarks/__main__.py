@@ -81,18 +81,15 @@ kind, size, source, *targets = sys.argv[1:]
 size, block = int(size), memoryview(mmap.mmap(-1, 2**18))
 read = os.open(source, os.O_RDONLY)
 write = [os.open(target, os.O_CREAT | os.O_WRONLY) for target in targets]
-if kind == "map and hash":
+if kind == "read and hash":
     import xxhash
-    hashed, mapped = xxhash.xxh3_128(), mmap.mmap(read, 0, access=mmap.ACCESS_COPY)
-    view = memoryview(mapped)
+    hashed = xxhash.xxh3_128()
 for offset in range(0, size, len(block)):
-    if kind == "map and hash":
-        mapped.madvise(22, offset, min(len(block), size - offset))  # MADV_POPULATE_READ
-        hashed.update(view[offset : offset + len(block)])
-        continue
     if kind != "write":
         os.preadv(read, [block], offset)
-    if kind != "read":
+    if kind == "read and hash":
+        hashed.update(block)
+    elif kind != "read":
         for target in write:
             os.pwrite(target, block, offset)
 """
@@ -125,26 +122,27 @@ with ThreadPoolExecutor(2) as pool:
 
 
 #: Splits a file into eight, or merges eight parts of it into one, by two threads that read, hash and write blocks of
-#: 2 MiB, and do nothing else. Of ten blocks some consist of columns of 2 KiB, and are written first; each other is of
-#: one file. The threads begin half the source apart, so that they rarely wait for each other's file.
+#: 2 MiB, and do nothing else. Of ten blocks some consist of columns of 2 KiB, which are at the beginning of each part;
+#: each other is of one part. The threads begin half the source apart, so that they rarely wait for each other's file.
 _COLUMNS = """
 import mmap, os, sys, threading, xxhash
 from concurrent.futures import ThreadPoolExecutor
 kind, share, source, *targets = sys.argv[1:]
 block, part, stripe = 2**21, 2**18, 2**25
 read = os.open(source, os.O_RDONLY)
-size = os.fstat(read).st_size // (16 * block) * 16 * block
+size = os.fstat(read).st_size // (160 * block) * 160 * block
 write = [os.open(target, os.O_CREAT | os.O_WRONLY) for target in targets]
 half, share = size // 2, int(share)
 ranges = iter([(at + start, at + min(start + stripe, half)) for start in range(0, half, stripe) for at in (0, half)])
 starting, writing = threading.Lock(), [threading.Lock() for _ in write]
-def before(offset):
+def before(offset):  # bytes of blocks of columns
     tens, rest = divmod(offset // block, 10)
     return (tens * share + min(rest, share)) * block
-of_columns = before(size) // len(write)
-of_file = -(-(size - before(size)) // block // len(write)) * block
+def position(offset, parts):
+    number, at = divmod(offset - before(offset), (size - before(size)) // parts)
+    return number, before(size) // parts + at
 for target in write:
-    os.truncate(target, of_columns + of_file)
+    os.truncate(target, size // len(write))
 def put(number, data, offset):
     for at in range(0, len(data), part):
         with writing[number]:
@@ -157,7 +155,7 @@ def scatter(buffer, column, columns, hashed, offset):
         put(number, column, before(offset) // 8)
 def gather(buffer, column, columns, hashed, offset):
     for number in range(8):
-        os.preadv(read, [column], (number * size + offset) // 8)
+        os.preadv(read, [column], (number * size + before(offset)) // 8)
         hashed[number].update(column)
         columns[1][:, number] = columns[0]
     put(0, buffer, before(offset))
@@ -176,10 +174,11 @@ def copy():
                     columns = np.ndarray((128, 2**11), "u1", column), np.ndarray((128, 8, 2**11), "u1", buffer)
                 {"split": scatter, "merge": gather}[kind](buffer, column, columns, hashed, offset)
                 continue
-            os.preadv(read, [buffer], offset)
+            number, at = position(offset, 8)
+            os.preadv(read, [buffer], number * size // 8 + at if kind == "merge" else offset)
             hashed[0].update(buffer)
-            number, at = divmod(offset - before(offset), of_file)
-            put(number, buffer, of_columns + at)
+            number, at = position(offset, len(write))
+            put(number, buffer, at)
 with ThreadPoolExecutor(2) as pool:
     for each in [pool.submit(copy) for _ in range(2)]:
         each.result()
@@ -190,16 +189,17 @@ def bounds(place: Place) -> Iterator[Row]:
     """Loops that read, hash or write bytes of the source and do nothing else, by one thread unless a row says two.
 
     A split of an adapter (section adapters) reads a part of what it writes, as the loop of the fifth row does. A
-    verified load (loading_and_running) maps and hashes its files. A merge, and a split to one file (megatron_files),
-    hash what they copy, with two threads, of which one writes at a time. Of a checkpoint of GPTQ (quantized), 7 of 10
-    bytes are of matrices whose columns are sharded; of one of bf16, such as the source of usual_script, 3 of 10.
+    verified load (loading_and_running) reads and hashes its files, and maps them. A merge, and a split to one file
+    (megatron_files), hash what they copy, with two threads, of which one writes at a time. Of a checkpoint of GPTQ
+    (quantized), 7 of 10 bytes are of matrices whose columns are sharded; of one of bf16, such as the source of
+    usual_script, 3 of 10.
     """
     with llama(place) as source:
         copied, size = source.parent / "cp.out", source.stat().st_size
         targets = tuple(source.parent / f"out{number}" for number in range(8))
         pairs_of = partial(run_pairs, outputs=(copied, *targets), rounds=ROUNDS, warm_bytes=place.warm_bytes)
         loop, copy = (sys.executable, "-c", _LOOP), ("cp", source, copied)
-        for kind in ("read", "map and hash", "write", "copy"):
+        for kind in ("read", "read and hash", "write", "copy"):
             pairs = pairs_of((*loop, kind, str(size), source, targets[0]), copy)
             yield _pair_row(f"{kind} in blocks of 256 KiB / cp, {place.kind}", "(none)", pairs, "cp")
         pairs = pairs_of((*loop, "copy", str(size // 4), source, *targets[:4]), copy)
@@ -702,8 +702,9 @@ def loading_a_source(place: Place) -> Iterator[Row]:
 
     Two ranks with gloo, one thread each; bf16. Times are those to the end of a first pass of 8 tokens, which reads
     values that are mapped; a second load is one of the same process. Memory is warm: directly before a load, the files
-    are read, and dropped from the page cache if it is to be cold. Bytes are of the checkpoint per rank: read, or in the
-    rank's memory; and read from storage. Ratios are to transformers.
+    are read, and dropped from the page cache if it is to be cold. Bytes are of the checkpoint per rank: read and in the
+    rank's memory together, which are the same bytes if a split is verified; and read from storage. Ratios are to
+    transformers.
     """
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
     try:

@@ -1,4 +1,4 @@
-"""Measure processes: wall time from start to exit, and peak memory; alone or in pairs."""
+"""Measure processes: wall time from start to exit, and peak memory; alone or in pairs. Prepare memory and files."""
 
 import mmap
 import os
@@ -79,7 +79,7 @@ def prepare_files(folders: Iterable[Path], *, is_cold: bool) -> None:
 
     Also uses and frees as much other memory. The host of a virtual machine takes back memory that is free for some
     seconds, as while a process imports torch, and giving it out again takes longer than a load: call this directly
-    before one.
+    before a load.
     """
     paths = [path for folder in folders for path in folder.iterdir()]
     _drop(paths)
@@ -87,11 +87,17 @@ def prepare_files(folders: Iterable[Path], *, is_cold: bool) -> None:
         for start in range(0, len(memory), mmap.PAGESIZE):
             memory[start] = 1
         for path in paths:
-            with path.open("rb", buffering=0) as file:
-                while file.read(2**20):
-                    pass
+            read_file(path)
     if is_cold:
         _drop(paths)
+
+
+def read_file(path: Path) -> None:
+    """Read a file in blocks, and do nothing else."""
+    block = bytearray(2**20)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(block):
+            pass
 
 
 def _drop(paths: Iterable[Path]) -> None:

@@ -37,15 +37,15 @@ def write_model(folder: Path) -> None:
 
 
 def run_ranks(
-    kind: str, path: Path, work: Path, *options: str, module: str = "benchmarks.runner"
+    kind: str, path: Path, work: Path, *arguments: str, module: str = "benchmarks.runner"
 ) -> list[dict[str, Any]]:
-    """The reports of all ranks of one run; ``load`` of the module lists the kinds, and ``main`` its options."""
+    """The reports of all ranks of one run; ``load`` of the module lists the kinds, and ``main`` its arguments."""
     rendezvous = work / "rendezvous"
     rendezvous.unlink(missing_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(RANKS)}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", module, kind, str(path), str(rank), str(RANKS), str(rendezvous), *options],
+            [sys.executable, "-m", module, kind, str(path), str(rank), str(RANKS), str(rendezvous), *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
@@ -55,14 +55,6 @@ def run_ranks(
     if any(process.returncode for process in processes):
         raise RuntimeError(f"a rank failed: {[process.returncode for process in processes]}")
     return [json.loads(output.splitlines()[-1]) for output in outputs]
-
-
-def read_file(path: Path) -> None:
-    """Read a file in blocks, and do nothing else."""
-    block = bytearray(2**20)
-    with path.open("rb", buffering=0) as file:
-        while file.readinto(block):
-            pass
 
 
 class Figure(NamedTuple):
@@ -85,11 +77,9 @@ def compare(
     work: Path,
     rounds: int,
     names: Iterable[str] = ("load", "first", "prefill", "decode", "memory", "bytes"),
-    **options: str,
+    module: str = "benchmarks.runner",
 ) -> dict[str, Figure]:
     """Measure loading and running in pairs of alternating order; returns the named figures of the slower rank.
-
-    Takes the options of :func:`run_ranks`.
 
     Raises:
         RuntimeError: if outputs differ, of a module that reports them.
@@ -97,7 +87,7 @@ def compare(
     runs: dict[str, list[list[dict[str, Any]]]] = {"ours": [], "theirs": []}
     for number in range(rounds):
         for kind in sorted(runs, reverse=bool(number % 2)):
-            runs[kind].append(run_ranks(kind, split if kind == "ours" else source, work, **options))
+            runs[kind].append(run_ranks(kind, split if kind == "ours" else source, work, module=module))
     outputs = [run[0].get("output", []) for kind in runs for run in runs[kind]]
     if any(abs(one - other) > _TOLERANCE for output in outputs for one, other in zip(output, outputs[0], strict=True)):
         raise RuntimeError("the outputs differ")

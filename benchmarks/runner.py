@@ -17,8 +17,8 @@ from transformers.models.llama import modeling_llama  # noqa: F401 - imported be
 
 import shardconv
 import shardconv.runtime
-from benchmarks.measure import prepare_files
-from benchmarks.run import FIRST, PROMPT, TOKENS, read_file
+from benchmarks.measure import prepare_files, read_file
+from benchmarks.run import FIRST, PROMPT, TOKENS
 
 
 def load(kind: str, path: str) -> Any:  # noqa: ANN401 - a model of transformers

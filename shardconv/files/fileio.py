@@ -79,8 +79,8 @@ def will_need(descriptor: int, offset: int, size: int) -> None:
             fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
 
 
-def will_read_in_order(descriptor: int) -> None:
-    """Ask the operating system, if it supports that, to read farther ahead where pages of a file are used in order."""
+def enlarge_read_ahead(descriptor: int) -> None:
+    """Double how much of a file the operating system reads ahead, also at page faults of mappings, if it can."""
     if fadvise is not None:
         with suppress(OSError):
             fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
 
 from shardconv.files import storage
-from shardconv.files.fileio import Bytes, allow_open_files, read_exactly, will_need, will_read_in_order
+from shardconv.files.fileio import Bytes, allow_open_files, enlarge_read_ahead, read_exactly, will_need
 from shardconv.files.folder import AnyPath, RemotePath, file_bytes
 from shardconv.support.errors import SourceError
 
@@ -264,7 +264,8 @@ class InputFiles:
             return file.data
         if not isinstance(file, LocalFile):
             return None
-        will_read_in_order(file.descriptor)
+        # Asking for ranges would fill the page cache in small units, and take longer than the faults.
+        enlarge_read_ahead(file.descriptor)
         allow_open_files(1)  # a mapping has a descriptor of its own
         try:
             return memoryview(mmap.mmap(file.descriptor, file.size, access=mmap.ACCESS_COPY))

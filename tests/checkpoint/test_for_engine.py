@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import shardconv
+from shardconv.checkpoint.engine import shards
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.planning import make_plan, plan_source
 from shardconv.checkpoint.split import loadable, rank_reader
@@ -305,8 +306,10 @@ def test_source_that_changes_while_it_is_read_is_refused(tmp_path, use):
     reader.close()
 
 
-def test_damage_is_found_by_every_later_call(source, tmp_path):
+@pytest.mark.parametrize("checked_bytes", [97, shards._CHECKED_BYTES])
+def test_damage_is_found_by_every_later_call(source, monkeypatch, tmp_path, checked_bytes):
     """The first error is that of all later ones, and a reader that is closed does not return unchecked shards."""
+    monkeypatch.setattr(shards, "_CHECKED_BYTES", checked_bytes)
     shardconv.split(source, tmp_path / "split", tp=2)
     manifest, name = read_manifest(tmp_path / "split"), "model.layers.0.mlp.up_proj.weight"
     reader = RankFileReader(manifest, tmp_path / "split", 1, verify=True)
@@ -338,7 +341,6 @@ def test_process_exits_while_its_files_are_checked(source, tmp_path):
     assert result.returncode == 7
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tell before an access")
 def test_file_that_is_truncated_while_it_is_checked(monkeypatch, source, tmp_path):
     shardconv.split(source, tmp_path / "split", tp=2)
     views = InputFiles.views

@@ -46,6 +46,19 @@ def test_the_first_pattern_that_matches_the_tensor_or_its_module_is_found(patter
     assert found is None or found.leaf == ("bias" if name.endswith("bias") else "weight")
 
 
+@given(st.lists(PATTERNS, max_size=6), NAMES, st.sampled_from(["", "a.", "{b,7}."]), st.sampled_from(["", "b.", "ab."]))
+def test_a_pattern_without_its_last_component_matches_as_the_whole(patterns, name, at, start):
+    def regex(pattern):
+        return name_regex(at) + name_regex(pattern, ("a.", "ab."))
+
+    name = start + name
+    module, _, leaf = name.rpartition(".")
+    texts = [name, module] if leaf in ("weight", "bias") else [name]
+    found = Matcher([(pattern, regex) for pattern in patterns], str).match(name)
+    matching = (index for index, one in enumerate(patterns) if any(re.fullmatch(regex(one), text) for text in texts))
+    assert (found and found.pattern_index) == next(matching, None)
+
+
 @pytest.mark.parametrize(
     ("start", "is_prefix"), [("model.", True), ("mtp.", True), ("", True), ("mtp.model.", False), ("a.mtp.", False)]
 )

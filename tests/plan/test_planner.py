@@ -131,6 +131,7 @@ def test_heads_of_a_tower_with_rules_of_the_user_are_not_those_of_the_other(conf
         ),
         *((f"[units]\nu = {unit}", "unit 'u': .* is not a table") for unit in ("[]", "[{ count = 1 }, { count = 2 }]")),
         *((f"prefix = {prefix}", "prefix") for prefix in ("[1]", '[""]', "1")),
+        ('prefix = "model"', "prefix 'model' does not end with a dot: add it"),
     ],
 )
 def test_invalid_plan_files_are_refused(text, message):

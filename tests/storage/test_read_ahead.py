@@ -236,6 +236,16 @@ def test_local_files_are_prefetched_in_few_calls(tmp_path, monkeypatch, ranges, 
     assert len(asked) == calls
 
 
+def test_mapped_files_are_read_as_the_system_reads_ahead(tmp_path, monkeypatch):
+    asked, enlarged = [], []
+    monkeypatch.setattr(input_files, "will_need", lambda *one: asked.append(one))
+    monkeypatch.setattr(input_files, "enlarge_read_ahead", enlarged.append)
+    (tmp_path / "a").write_bytes(bytes(10))
+    with InputFiles([tmp_path / "a"], [b""], [10]) as files:
+        assert files.views() == [bytes(10)]
+        assert (asked, enlarged) == ([], [files._files[0].descriptor])
+
+
 #: Prints the pages that the kernel provides for buffers which were used before, after a command.
 REUSE = """
 import resource, sys

@@ -1,8 +1,8 @@
 """Readers of one rank's shards, one tensor at a time, from its rank file or from byte ranges of a source.
 
-They do not depend on torch: callers create tensors from the bytes. Files are mapped into memory, so that only the pages
-with bytes of the shard are read. Full rows are read in blocks only where the tensors of a source are computed, or its
-files cannot be mapped.
+They do not depend on torch: callers create tensors from the bytes. Files are mapped into memory, so that only pages
+with bytes of the shard are used, and read with what the system reads around them. Full rows are read in blocks only
+where the tensors of a source are computed, or its files cannot be mapped.
 """
 
 import threading
@@ -128,8 +128,9 @@ class RankReader(ABC):
 class _StripeChecks:
     """Checks of the stripes of a rank by several threads, in the order of the file, ahead of the reader of its shards.
 
-    The threads read in blocks, for which Linux reads ahead and caches in large units, so that the reader maps what is
-    in memory. A thread that waits for a check takes part. The others do not keep the process from exiting.
+    The threads read in blocks, for which Linux reads ahead and caches in large units, so that the reader maps cached
+    pages: reads and mappings of a local file have the same bytes. A thread that waits for a check takes part. The
+    others do not keep the process from exiting.
 
     Args:
         reader: of the shards, with their checksums.

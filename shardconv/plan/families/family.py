@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from difflib import get_close_matches
 from itertools import chain, count
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 from msgspec.structs import replace
 
 from shardconv.plan.families.config_fields import NAME, check_expression, fields_in, replaced
@@ -113,7 +113,7 @@ class Family(Data, frozen=True):
     name: str
     model_types: tuple[str, ...] = ()
     inherits: str = ""
-    prefix: tuple[Annotated[str, Meta(pattern=r"\.$")], ...] = ()
+    prefix: tuple[str, ...] = ()
     config: Mapping[str, str | int | bool] = {}
     units: Mapping[str, UnitRule] = {}
     rules: tuple[Rule, ...] = ()
@@ -127,6 +127,8 @@ class Family(Data, frozen=True):
     empty: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
+        if (wrong := next((one for one in self.prefix if not one.endswith(".")), None)) is not None:
+            raise ValueError(f"prefix {wrong!r} does not end with a dot: add it")
         for expression in self.config.values():
             check_expression(expression)
         for pattern, kind in self.stages.items():

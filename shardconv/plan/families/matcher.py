@@ -34,19 +34,23 @@ class PatternMatch(NamedTuple):
 class Matcher:
     """Finds the first of several patterns that matches the name of a tensor.
 
-    Only patterns whose last component can match the name's are tried, and what remains of a pattern is compiled when it
-    is tried first: many patterns of a family differ in their last component only, and most are never tried for a model.
+    Only patterns whose last component can match the name's are tried. A pattern, without its last component where that
+    is a text or a choice of texts, is compiled when it is first tried: many patterns differ in the last one only.
 
     Args:
-        patterns: each pattern, and the function that returns its regular expression or that of its beginning.
+        patterns: each pattern, and the function that returns its regular expression or that of its first components;
+            the former begins with the latter, see :func:`name_regex`.
         key: a function of :func:`layer_key` for the patterns.
     """
 
     def __init__(self, patterns: Iterable[tuple[str, Callable[[str], str]]], key: Callable[[str], str]) -> None:
-        self._patterns, self._key = [*patterns], key
+        self._tried: list[tuple[str, bool, Callable[[str], str]]] = []
+        self._key = key
         self._by_last: dict[str | None, list[int]] = {}
-        for index, (pattern, _) in enumerate(self._patterns):
-            for last in _last_components(pattern):
+        for index, (pattern, regex_of) in enumerate(patterns):
+            start, lasts = _split_last(pattern)
+            self._tried.append((pattern if start is None else start, start is None, regex_of))
+            for last in lasts:
                 self._by_last.setdefault(last, []).append(index)
         self._cached_find = lru_cache(maxsize=None)(self._find)
         self._cached_regex = lru_cache(maxsize=None)(self._regex)
@@ -72,10 +76,9 @@ class Matcher:
         return None
 
     def _regex(self, index: int) -> tuple[re.Pattern[str], bool]:
-        """The regular expression of a pattern, and whether it is of the whole pattern or without the last component."""
-        pattern, regex_of = self._patterns[index]
-        start = _before_last(pattern)
-        return _compiled(regex_of(pattern if start is None else start)), start is None
+        """The regular expression of a pattern, and whether it is that of the whole pattern."""
+        tried, is_whole, regex_of = self._tried[index]
+        return _compiled(regex_of(tried)), is_whole
 
 
 #: Return a name with 0 instead of each number between dots, such as the numbers of layers and experts.
@@ -114,21 +117,18 @@ _kept_keys: dict[int, list[str]] = {}
 _compiled = lru_cache(maxsize=4096)(re.compile)
 
 
-def _last_components(pattern: str) -> set[str | None]:
-    """The last components of the names that a pattern can match; None stands for any."""
+def _split_last(pattern: str) -> tuple[str | None, set[str | None]]:
+    """The pattern before its last component, and the last components of the names that it can match.
+
+    The first is None if the last component is neither a text nor a choice of texts without dots. Of the second, None
+    stands for any.
+    """
     end = _END.fullmatch(pattern)
     if end is None:
-        return {None}
-    choices = end["choices"]
-    return {end["text"]} if choices is None else {choice.rpartition(".")[2] for choice in choices.split(",")}
-
-
-def _before_last(pattern: str) -> str | None:
-    """A pattern without its last component if that is a text or a choice of texts without dots; else None."""
-    end = _END.fullmatch(pattern)
-    if end is None or "." in (end["choices"] or ""):
-        return None
-    return end["start"] or ""
+        return None, {None}
+    choices = [end["text"]] if end["choices"] is None else end["choices"].split(",")
+    has_dots = any("." in choice for choice in choices)
+    return None if has_dots else end["start"] or "", {choice.rpartition(".")[2] for choice in choices}
 
 
 def pattern_for(name: str) -> str:
@@ -143,7 +143,8 @@ def name_regex(pattern: str, prefixes: tuple[str, ...] = ()) -> str:
 
     Args:
         pattern: the pattern.
-        prefixes: if the pattern begins with the first of these, names may begin with any of them or with none.
+        prefixes: if the pattern begins with the first of these, names may begin with any of them or with none. Each
+            ends with a dot.
     """
     start = ""
     if prefixes and pattern.startswith(prefixes[0]):

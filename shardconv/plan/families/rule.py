@@ -109,9 +109,9 @@ class Named(Data, frozen=True):
         """The names of units, and those in expressions that may be units."""
         return {*self.units}.union(*map(fields_in, self.expressions()))
 
-    def mounted(self, fields: Mapping[str, str | int], units: Mapping[str, str], **others: object) -> Self:
-        """Replace config fields by others or by expressions, units by others, and ``others`` as they are."""
-        changes: dict[str, Callable[[Any], object]] = {
+    def mounted(self, fields: Mapping[str, str | int], units: Mapping[str, str], **changes: object) -> Self:
+        """Replace config fields by others or by expressions, and names of units by others; also set ``changes``."""
+        change: dict[str, Callable[[Any], object]] = {
             "SIZES": partial(replaced, names=fields),
             "COUNTS": partial(replaced, names={**fields, **units}),
             "UNITS": lambda unit: units.get(unit, unit),
@@ -119,8 +119,8 @@ class Named(Data, frozen=True):
         }
         return structs.replace(
             self,
-            **{name: _mapped(getattr(self, name), changes[kind]) for kind in changes for name in getattr(self, kind)},
-            **others,
+            **{name: _mapped(getattr(self, name), change[kind]) for kind in change for name in getattr(self, kind)},
+            **changes,
         )
 
     def _values(self, kind: str) -> Iterator[Any]:
