@@ -130,7 +130,7 @@ from concurrent.futures import ThreadPoolExecutor
 kind, share, source, *targets = sys.argv[1:]
 block, part, stripe = 2**21, 2**18, 2**25
 read = os.open(source, os.O_RDONLY)
-size = os.fstat(read).st_size // (160 * block) * 160 * block
+size = os.fstat(read).st_size // (80 * block) * 80 * block
 write = [os.open(target, os.O_CREAT | os.O_WRONLY) for target in targets]
 half, share = size // 2, int(share)
 ranges = iter([(at + start, at + min(start + stripe, half)) for start in range(0, half, stripe) for at in (0, half)])
@@ -192,7 +192,7 @@ def bounds(place: Place) -> Iterator[Row]:
     verified load (loading_and_running) reads and hashes its files, and maps them. A merge, and a split to one file
     (megatron_files), hash what they copy, with two threads, of which one writes at a time. Of a checkpoint of GPTQ
     (quantized), 7 of 10 bytes are of matrices whose columns are sharded; of one of bf16, such as the source of
-    usual_script, 3 of 10.
+    usual_script, 3 of 10. The loops with columns copy 98 % of the source.
     """
     with llama(place) as source:
         copied, size = source.parent / "cp.out", source.stat().st_size
