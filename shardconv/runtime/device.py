@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardconv.checkpoint.split.rank_reader import rank_threads
+from shardconv.checkpoint.engine.copy import default_threads
 from shardconv.distributed.devices import Device, device_module, device_types, local_device
 from shardconv.files.containers.safetensors import DTYPE_BITS, FLOAT_NAMES, target_dtype
 from shardconv.layers.sharding import bytes_of
@@ -25,6 +25,8 @@ from shardconv.support.launched import local_ranks
 
 #: Bytes that are copied to a device at once, between two calls of a progress function.
 PIECE_BYTES = 8 << 20
+#: Minimum number of threads that copy pieces, as they mostly wait for storage.
+_MIN_THREADS = 2
 
 
 def rank_device(device: Device) -> torch.device:
@@ -187,7 +189,7 @@ def _pinned(pieces: Iterable[_Piece], most: int, *, is_pinned: bool) -> Iterator
 
     The values of a piece are valid until the next one. Values that are on a device already stay there.
     """
-    threads = rank_threads()
+    threads = max(default_threads(local_ranks()), _MIN_THREADS)
     buffers = [
         torch.empty(
             PIECE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=is_pinned

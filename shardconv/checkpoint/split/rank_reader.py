@@ -40,13 +40,6 @@ from shardconv.support.launched import local_ranks
 
 #: Maximum bytes of full rows in memory.
 _BLOCK_BYTES = 4 * 2**20
-#: Minimum number of threads of a rank that read its files, as they mostly wait for storage.
-_MIN_THREADS = 2
-
-
-def rank_threads() -> int:
-    """The number of threads that a rank of this host has to read its files."""
-    return max(default_threads(local_ranks()), _MIN_THREADS)
 
 
 class RankReader(ABC):
@@ -129,8 +122,7 @@ class _StripeChecks:
     """Checks of the stripes of a rank by several threads, in the order of the file, ahead of the reader of its shards.
 
     The threads read in blocks, for which Linux reads ahead and caches in large units, so that the reader maps cached
-    pages: reads and mappings of a local file have the same bytes. A thread that waits for a check takes part. The
-    others do not keep the process from exiting.
+    pages: reads and mappings of a local file have the same bytes. They do not keep the process from exiting.
 
     Args:
         reader: of the shards, with their checksums.
@@ -150,40 +142,30 @@ class _StripeChecks:
 
     def start(self) -> None:
         """Start the threads, which end when all stripes are checked."""
-        for _ in range(rank_threads()):
+        for _ in range(default_threads(local_ranks())):
             threading.Thread(target=self._work, name="shardconv", daemon=True).start()
 
     def _work(self) -> None:
-        while self._check_next():
-            pass
-
-    def _check_next(self) -> bool:
-        """Check the next stripe; returns whether there was one without an error."""
-        if (number := self._next()) is None:
-            return False
         try:
-            self._reader.check(number, self._stripes[number])
+            while (number := self._next()) is not None:
+                self._reader.check(number, self._stripes[number])
+                with self._changed:
+                    self._missing.discard(number)
+                    self._changed.notify_all()
         except BaseException as error:  # noqa: BLE001 - `wait` raises it
             self.stop(error)
-            return False
-        with self._changed:
-            self._missing.discard(number)
-            self._changed.notify_all()
-        return True
 
     def _next(self) -> int | None:
         with self._changed:
             return None if self._error is not None else next(self._numbers, None)
 
     def wait(self, tensor: int | None = None) -> None:
-        """Wait for the checks of a tensor's stripes, by default of all stripes; meanwhile check the next ones.
+        """Wait for the checks of a tensor's stripes, by default of all stripes.
 
         Raises:
             IntegrityError: if bytes of any stripe differ from their checksum.
         """
         wanted = self._missing if tensor is None else self._of_tensor.get(tensor, set())
-        while wanted & self._missing and self._check_next():
-            pass
         with self._changed:
             self._changed.wait_for(lambda: self._error or not wanted & self._missing)
             if self._error is not None:
