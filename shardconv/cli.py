@@ -1,26 +1,17 @@
 """The entry of the command line: the group of commands, and how the process exits."""
 
-import gc
 import json
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import NoReturn
 
 import click
 
-from shardconv import __version__
-from shardconv.commands.merge import merge
-from shardconv.commands.options import PATH
-from shardconv.commands.pad import pad, unpad
-from shardconv.commands.plan import plan
-from shardconv.commands.reshard import reshard
-from shardconv.commands.run import run
-from shardconv.commands.split import split
-from shardconv.commands.verify import verify
+from shardconv import __version__, commands
 from shardconv.support.console import discard_unwritten, echo, open_streams
 from shardconv.support.errors import PeerError, ShardconvError, install, is_connection_error
 from shardconv.support.exits import (
@@ -48,8 +39,29 @@ shardconv -h lists the commands, and shardconv COMMAND -h the options of one.\
 """
 
 
+#: Each command and the module of its function, in the order of ``--help``.
+_MODULES = {
+    "plan": "plan", "split": "split", "run": "run", "merge": "merge", "reshard": "reshard", "verify": "verify",
+    "pad": "pad", "unpad": "pad", "prove-rank": "plan",
+}  # fmt: skip
+
+
+class _Commands(Mapping[str, click.Command]):
+    """The commands by name, each imported when it is used."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        command: click.Command = getattr(getattr(commands, _MODULES[name]), name.replace("-", "_"))
+        return command
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_MODULES)
+
+    def __len__(self) -> int:
+        return len(_MODULES)
+
+
 class _Group(click.Group):
-    """The commands, in the order in which they are added."""
+    """The commands, in the order of their table."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names of the commands."""
@@ -57,7 +69,10 @@ class _Group(click.Group):
         return list(self.commands)
 
 
-@click.group(cls=_Group, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Group, commands=_Commands(), invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
 @click.version_option(__version__, message="shardconv %(version)s", help="Show the version, and exit.")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
@@ -65,23 +80,6 @@ def cli(ctx: click.Context) -> None:
     if ctx.invoked_subcommand is None:
         echo(_FIRST_STEPS, err=True)
         sys.exit(2)
-
-
-@click.command(hidden=True)
-@click.argument("folder", type=PATH)
-def prove_rank(folder: Path) -> None:
-    """Run one rank of a proof: started by ``proof/ranks.py``."""
-    gc.enable()
-    from shardconv.proof.ranks import prove_rank as run
-    from shardconv.runtime.launch import join, leave
-
-    join()
-    run(folder)
-    leave()
-
-
-for _command in (plan, split, run, merge, reshard, verify, pad, unpad, prove_rank):
-    cli.add_command(_command)
 
 
 def main() -> NoReturn:

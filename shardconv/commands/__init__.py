@@ -1,1 +1,15 @@
-"""The commands of the command line, and the options and reports that they share."""
+"""The commands of the command line, and the options and reports that they share.
+
+The modules of commands are imported on first use: a command does without those of others.
+"""
+
+from typing import TYPE_CHECKING
+
+from shardconv.support import modules_on_use
+
+__all__ = ["merge", "pad", "plan", "reshard", "run", "split", "verify"]
+
+if TYPE_CHECKING:
+    from shardconv.commands import merge, pad, plan, reshard, run, split, verify
+else:
+    __getattr__ = modules_on_use(__name__, __all__)

@@ -1,5 +1,6 @@
 """``shardconv plan``: the plan of a source, its proof, and its communication cost."""
 
+import gc
 import re
 import sys
 import tomllib
@@ -20,6 +21,7 @@ from shardconv.commands.options import (
     BASE,
     FAMILY,
     HTML_OPTIONS,
+    PATH,
     PLAN_OPTIONS,
     SOURCE_OPTIONS,
     SOURCE_PATH,
@@ -369,3 +371,16 @@ def _proof_verdict(report: "ProofReport") -> str:
     if report.is_proven:
         return f"proven for tp {tried}{', except for the tensors that are not covered' if report.unreached else ''}"
     return "not proven: do not split with this plan" if tried else "not proven: no tensor parallel size was tried"
+
+
+@click.command(hidden=True)
+@click.argument("folder", type=PATH)
+def prove_rank(folder: Path) -> None:
+    """Run one rank of a proof: started by ``proof/ranks.py``."""
+    gc.enable()
+    from shardconv.proof.ranks import prove_rank as run
+    from shardconv.runtime.launch import join, leave
+
+    join()
+    run(folder)
+    leave()
