@@ -102,7 +102,7 @@ class TensorGroup(Struct, frozen=True, eq=False, dict=True):
         """The shape that the rule reads: of the tensor, or of the logical matrix of a quantized tensor."""
         return self.spec.shape if self.spec.grid is None else self.spec.grid.shape
 
-    @property
+    @cached_property
     def dim(self) -> int | None:
         """The dim of :attr:`shape` that the rule shards, from 0; None where it is replicated.
 
@@ -169,7 +169,7 @@ class TensorGroup(Struct, frozen=True, eq=False, dict=True):
         if not self._is_sharded(tp):
             yield from self._unsharded.padded_rules(tp)
         elif self.plan(tp).placement.is_padded:
-            names, units, _ = self._units(self.shape[self.dim or 0])
+            names, units, _ = self._units
             for name, unit in zip(names, units, strict=True):
                 padding = self.model_rules.padding(self.rule, name)
                 padded = (padding.apply(unit, self.model_rules.multiple(tp)) if padding else unit).padded_count(tp)
@@ -229,7 +229,7 @@ class TensorGroup(Struct, frozen=True, eq=False, dict=True):
                 f"{self.matrix} of shape {list(shape)}: its name does not determine which dim to shard: pass "
                 f"{option('rules')} with a family, or with a plan file that has a rule for it"
             )
-        names, units, chunks = self._units(shape[dim])
+        names, units, chunks = self._units
         groups = self._fields.evaluate(rule.groups)
         self._check_size(dim, groups, units, chunks)
         if chunks > 1:
@@ -255,14 +255,15 @@ class TensorGroup(Struct, frozen=True, eq=False, dict=True):
             f"rule {self.rule.pattern!r})",
         )
 
-    def _units(self, size: int) -> tuple[tuple[str | None, ...], list[Unit], int]:
-        """The units of a dim of ``size`` elements, or of each of its groups.
+    @cached_property
+    def _units(self) -> tuple[tuple[str | None, ...], list[Unit], int]:
+        """The units of the sharded dim, or of each of its groups.
 
         Returns:
             The names of the units; the units; and the number of tensors into which the dim is divided evenly: 1, or the
             number of segments if each tensor holds an even chunk of all of them.
         """
-        rule = self.rule
+        rule, size = self.rule, self.shape[self.dim or 0]
         names = (rule.segments or (rule.unit,)) * self._fields.evaluate(rule.repeats)
         segment_size = size // max(self._fields.evaluate(rule.groups) * len(names), 1)  # of units without a count
         units = [self._unit(unit, segment_size) for unit in names]
