@@ -516,8 +516,8 @@ import shardconv.cli, shardconv.commands.plan, shardconv.checkpoint.operations.p
 def startup(_: Place) -> Iterator[Row]:
     """``--help``, and a plan of the demo model, compared with the start of Python.
 
-    The first rows bound the last one: libraries are imported; then bytecode of shardconv is read, too, but not
-    executed; then it is executed, without the work of the plan, which is what the last row adds.
+    The first three rows bound the plan: import its libraries; also read the bytecode of shardconv; also execute it.
+    What the last row adds is the work of the plan.
     """
     nothing: Command = (sys.executable, "-c", "pass")
     listed = subprocess.check_output([sys.executable, "-c", f"{_IMPORTS}print(*sys.modules)"], text=True).split()
@@ -526,7 +526,7 @@ def startup(_: Place) -> Iterator[Row]:
     demo = Path(__file__).parents[1] / "examples" / "demo-model"
     for work, goal, command in (
         ("libraries of a plan", "(none)", (sys.executable, "-c", _BYTECODE, *libraries)),
-        ("the same, and its bytecode read", "(none)", (sys.executable, "-c", _BYTECODE, *libraries, *own.values())),
+        ("libraries of a plan, bytecode read", "(none)", (sys.executable, "-c", _BYTECODE, *libraries, *own.values())),
         ("imports of a plan", "(none)", (sys.executable, "-c", f"{_IMPORTS}os._exit(0)")),
         ("--help", "6 or less", shardconv("--help")),
         ("plan of the demo model", "6 or less", shardconv("plan", demo, "--tp", "2")),

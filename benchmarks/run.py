@@ -42,7 +42,7 @@ def run_ranks(
     """The reports of all ranks of one run; ``load`` of the module lists the kinds, and ``main`` its arguments."""
     rendezvous = work / "rendezvous"
     rendezvous.unlink(missing_ok=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(RANKS)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", module, kind, str(path), str(rank), str(RANKS), str(rendezvous), *arguments],

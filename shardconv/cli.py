@@ -61,12 +61,17 @@ class _Commands(Mapping[str, click.Command]):
 
 
 class _Group(click.Group):
-    """The commands, in the order of their table."""
+    """The commands, in the order of ``_MODULES``."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names of the commands."""
         del ctx
         return list(self.commands)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command with a name; an error in its module is not an unknown command, as for ``Mapping.get``."""
+        del ctx
+        return self.commands[cmd_name] if cmd_name in _MODULES else None
 
 
 @click.group(

@@ -1,6 +1,6 @@
 """The commands of the command line, and the options and reports that they share.
 
-The modules of commands are imported on first use: a command does without those of others.
+The module of a command is imported when the command is used.
 """
 
 from typing import TYPE_CHECKING

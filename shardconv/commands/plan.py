@@ -1,4 +1,4 @@
-"""``shardconv plan``: the plan of a source, its proof, and its communication cost."""
+"""``shardconv plan``: the plan of a source, its proof, and its communication cost; and a rank of that proof."""
 
 import gc
 import re

@@ -256,21 +256,22 @@ class TensorGroup(Struct, frozen=True, eq=False, dict=True):
         )
 
     @cached_property
-    def _units(self) -> tuple[tuple[str | None, ...], list[Unit], int]:
+    def _units(self) -> tuple[tuple[str | None, ...], tuple[Unit, ...], int]:
         """The units of the sharded dim, or of each of its groups.
 
         Returns:
             The names of the units; the units; and the number of tensors into which the dim is divided evenly: 1, or the
             number of segments if each tensor holds an even chunk of all of them.
         """
-        rule, size = self.rule, self.shape[self.dim or 0]
+        assert self.dim is not None
+        rule, size = self.rule, self.shape[self.dim]
         names = (rule.segments or (rule.unit,)) * self._fields.evaluate(rule.repeats)
         segment_size = size // max(self._fields.evaluate(rule.groups) * len(names), 1)  # of units without a count
-        units = [self._unit(unit, segment_size) for unit in names]
+        units = tuple(self._unit(unit, segment_size) for unit in names)
         if rule.segment is None:
             return names, units, 1
         if units[rule.segment].width == size:
-            return (names[rule.segment],), [units[rule.segment]], 1
+            return (names[rule.segment],), (units[rule.segment],), 1
         return names, units, len(units)
 
     def _unit(self, unit_name: str | None, size: int) -> Unit:

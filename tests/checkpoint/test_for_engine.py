@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -321,6 +322,27 @@ def test_damage_is_found_by_every_later_call(source, monkeypatch, tmp_path, chec
         for call in (lambda: reader.read(name), reader.finish, lambda: reader.read(name)):
             with pytest.raises(IntegrityError, match=f"{RANK_FILE}: the bytes of .* differ from their checksum"):
                 call()
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(1, 4), (2, 2), (8, 1)])
+def test_threads_that_check_have_the_processors_of_the_rank(source, monkeypatch, tmp_path, ranks, expected):
+    """And the thread that reads the shards does not check."""
+    shardconv.split(source, tmp_path / "split", tp=2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    threads, checking = list[int](), set[int]()
+    work, check = rank_reader._StripeChecks._work, shards.ShardReader.check
+    monkeypatch.setattr(
+        rank_reader._StripeChecks, "_work", lambda checks: (threads.append(threading.get_ident()), work(checks))
+    )
+    monkeypatch.setattr(
+        shards.ShardReader, "check", lambda *arguments: (checking.add(threading.get_ident()), check(*arguments))
+    )
+    with RankFileReader(read_manifest(tmp_path / "split"), tmp_path / "split", 1, verify=True) as reader:
+        reader.finish()
+    assert len(threads) == expected
+    assert checking
+    assert threading.get_ident() not in checking
 
 
 def test_process_exits_while_its_files_are_checked(source, tmp_path):

@@ -30,6 +30,7 @@ from typing import Any
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from shardconv import commands
 from shardconv.support.launched import PARENT
 from tests.support.forked import MESSAGE_BYTES, ForkedPopen
 
@@ -48,6 +49,7 @@ IMPORTED = (
     "shardconv.checkpoint.operations.plan_report",
     "shardconv.checkpoint.operations.split",
     "shardconv.cli",
+    *(f"shardconv.commands.{name}" for name in commands.__all__),
     "shardconv.proof.compare",
     "shardconv.proof.model_check",
     "shardconv.proof.prove",

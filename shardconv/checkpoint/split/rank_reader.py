@@ -119,10 +119,12 @@ class RankReader(ABC):
 
 
 class _StripeChecks:
-    """Checks of the stripes of a rank by several threads, in the order of the file, ahead of the reader of its shards.
+    """Checks of a rank's stripes in background threads, in the order of the file, ahead of the reader of its shards.
 
     The threads read in blocks, for which Linux reads ahead and caches in large units, so that the reader maps cached
-    pages: reads and mappings of a local file have the same bytes. They do not keep the process from exiting.
+    pages: reads and mappings of a local file have the same bytes. Their number is that of the rank's processors, as
+    stripes of one file that are read beside each other take longer from storage. The threads do not keep the process
+    from exiting.
 
     Args:
         reader: of the shards, with their checksums.
