@@ -10,6 +10,7 @@ from shardconv import commands, engines
 from shardconv.checkpoint import engine, operations
 from shardconv.cli import cli
 from shardconv.files import containers, storage
+from tests.support.checkpoints import DEMO
 
 
 @pytest.mark.parametrize("package", [engine, operations, containers, storage, commands], ids=lambda one: one.__name__)
@@ -43,10 +44,11 @@ def test_command_does_not_import_others():
         "import sys\n"
         "from shardconv import commands\n"
         "from shardconv.cli import cli\n"
-        "cli.main(['plan', 'examples/demo-model', '-q'], standalone_mode=False)\n"
+        "cli.main(['plan', sys.argv[1], '-q'], standalone_mode=False)\n"
         "print([name for name in commands.__all__ if f'shardconv.commands.{name}' in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", code, str(DEMO)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "['plan']"
 
 

@@ -330,19 +330,17 @@ def test_threads_that_check_have_the_processors_of_the_rank(source, monkeypatch,
     shardconv.split(source, tmp_path / "split", tp=2)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    threads, checking = list[int](), set[int]()
-    work, check = rank_reader._StripeChecks._work, shards.ShardReader.check
-    monkeypatch.setattr(
-        rank_reader._StripeChecks, "_work", lambda checks: (threads.append(threading.get_ident()), work(checks))
-    )
+    started, checking = list[threading.Thread](), set[int]()
+    start, check = threading.Thread.start, shards.ShardReader.check
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (started.append(thread), start(thread)))
     monkeypatch.setattr(
         shards.ShardReader, "check", lambda *arguments: (checking.add(threading.get_ident()), check(*arguments))
     )
     with RankFileReader(read_manifest(tmp_path / "split"), tmp_path / "split", 1, verify=True) as reader:
         reader.finish()
-    assert len(threads) == expected
+    assert len(started) == expected
     assert checking
-    assert threading.get_ident() not in checking
+    assert checking <= {thread.ident for thread in started}
 
 
 def test_process_exits_while_its_files_are_checked(source, tmp_path):
