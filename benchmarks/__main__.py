@@ -511,25 +511,59 @@ import gc, os, sys
 gc.disable()
 import shardconv.cli, shardconv.commands.plan, shardconv.checkpoint.operations.plan_report
 """
+#: Prints the modules whose functions a plan calls, after its report.
+_CALLED = f"""{_IMPORTS}
+called = set()
+sys.setprofile(lambda frame, *_: called.add(frame.f_globals.get("__name__")))
+shardconv.cli.cli.main(sys.argv[1:], standalone_mode=False)
+sys.setprofile(None)
+print(*called)
+"""
+#: Imports the modules of a plan, with empty modules for the named ones. What others import from an empty one is a class
+#: that can be a base, a decorator, a constant or part of an annotation.
+_EMPTY = f"""
+import sys, types
+class Kind(type):
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls
+    def __call__(cls, *arguments, **_):
+        return arguments[0] if len(arguments) == 1 and callable(arguments[0]) else cls
+    def __iter__(cls):
+        return iter(())
+    __getitem__ = __or__ = __ror__ = lambda cls, _: cls
+class Empty(types.ModuleType):
+    __path__ = ()
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type.__call__(Kind, name, (), {{}})
+sys.modules |= {{name: Empty(name) for name in sys.argv[1:]}}
+{_IMPORTS}os._exit(0)
+"""
 
 
 def startup(_: Place) -> Iterator[Row]:
     """``--help``, and a plan of the demo model, compared with the start of Python.
 
-    The first three rows bound the plan: import its libraries; also read the bytecode of shardconv; also execute it.
-    What the last row adds is the work of the plan.
+    The first four rows bound the plan: import its libraries; also read the bytecode of shardconv; also execute it; and
+    the same with empty modules for those of which the plan calls no function. The last row adds the plan's work.
     """
     nothing: Command = (sys.executable, "-c", "pass")
     listed = subprocess.check_output([sys.executable, "-c", f"{_IMPORTS}print(*sys.modules)"], text=True).split()
     own = {name: str(spec.cached) for name in listed if name.startswith("shardconv") and (spec := find_spec(name))}
     libraries = [name for name in listed if name not in own and name != "__main__"]
-    demo = Path(__file__).parents[1] / "examples" / "demo-model"
+    plan = ("plan", str(Path(__file__).parents[1] / "examples" / "demo-model"), "--tp", "2")
+    report = subprocess.check_output([sys.executable, "-c", _CALLED, *plan], text=True)
+    unused = own.keys() - report.splitlines()[-1].split() - {name.rpartition(".")[0] for name in own}
     for work, goal, command in (
         ("libraries of a plan", "(none)", (sys.executable, "-c", _BYTECODE, *libraries)),
         ("libraries of a plan, bytecode read", "(none)", (sys.executable, "-c", _BYTECODE, *libraries, *own.values())),
         ("imports of a plan", "(none)", (sys.executable, "-c", f"{_IMPORTS}os._exit(0)")),
+        ("imports of a plan, without modules that it does not call", "(none)", (sys.executable, "-c", _EMPTY, *unused)),
         ("--help", "6 or less", shardconv("--help")),
-        ("plan of the demo model", "6 or less", shardconv("plan", demo, "--tp", "2")),
+        ("plan of the demo model", "6 or less", shardconv(*plan)),
     ):
         pairs = run_pairs(command, nothing, rounds=4 * ROUNDS)
         yield _pair_row(f"{work} / python -c pass", goal, pairs, "python -c pass")

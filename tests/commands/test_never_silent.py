@@ -1107,6 +1107,10 @@ CASES: Mapping[str, Case] = {
         refused(error("submodel 'model.layers'", "nested config 'text_config'")),
         plan_file('[submodels]\n"model.layers" = { config = "text_config", family = "llama" }\n'), has_plan=True,
     ),
+    "plan file with a prefix without a final dot": Case(
+        refused(error("plan file plan.toml", "prefix 'model' does not end with a dot")),
+        plan_file('prefix = "model"\n[rules]\n"model.layers.*.mlp.up_proj" = { style = "colwise" }\n'), has_plan=True,
+    ),
     "plan file with a config field that no rule reads": Case(
         refused(error("[config] head_dims", "no rule reads this field")),
         plan_file('[config]\nhead_dims = 8\n'), has_plan=True,
